@@ -1,0 +1,159 @@
+"""The values in etcd: small JSON records with a fixed schema each, readable with `etcdctl get`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from laminar.errors import CoordinationError
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def dump(self) -> str:
+        return self.model_dump_json()
+
+    @classmethod
+    def parse(cls, value: str) -> Self:
+        """Raises CoordinationError naming the record and what is wrong with it."""
+        try:
+            return cls.model_validate_json(value)
+        except ValidationError as e:
+            raise CoordinationError(f"a {cls.__name__} record in etcd is unreadable: {e}; value {value[:200]!r}") from e
+
+
+class Source(Record):
+    """Whose log holds a trajectory's durable rows, and under which term they were written."""
+
+    worker: str
+    term: int
+
+
+ClaimState = Literal["generating", "scoring", "waiting"]
+
+
+class Claim(Record):
+    """The right of one worker to generate one trajectory (see `claims.py` for its life)."""
+
+    owner: str
+    """Worker id; empty while nobody owns it (`waiting` for the manager)."""
+    term: int
+    version: int
+    state: ClaimState
+    source: Source | None
+    """None until the first owner has flushed anything."""
+    attempts: int = 0
+    deaths: int = 0
+    last_error: str = ""
+
+
+class Cursor(Record):
+    next: int
+    by: str
+    """Unique to the draw that wrote it: lets its writer recognise a commit whose reply was lost."""
+
+
+class WorkerRecord(Record):
+    kind: str
+    id: str
+    host: str
+    pid: int
+    endpoint: str = ""
+    started_at_us: int
+
+
+class LeaderRecord(Record):
+    worker: str
+
+
+class Load(Record):
+    """What a rollout reports of itself (`load/rollout/<id>`)."""
+
+    version: int
+    running: int
+    waiting: int
+    kv_tokens: int
+    kv_capacity: int
+    decode_tokens_per_s: float
+    draining: bool
+    finished: int = 0
+    """Trajectories finished since this worker started."""
+
+
+class TrainerProgress(Record):
+    """What the trainer reports of itself (`load/trainer/<id>`), for displays; metrics by name."""
+
+    step: int
+    activity: str
+    metrics: dict[str, float | None]
+
+
+class Incoming(Record):
+    """A durable segment of finished rows that the committer has not committed yet."""
+
+    table: str
+    path: str
+    rows: int
+    worker: str
+
+
+class Intent(Record):
+    """A commit that was announced: Lance version `target`, transaction key `key`, these incoming segment ids."""
+
+    target: int
+    key: str
+    segments: list[str]
+
+
+class TableHead(Record):
+    lance_version: int
+    rows: int
+    committing: Intent | None = None
+
+
+class BatchDecision(Record):
+    """What step `step` means, for ever. `retired` maps group to its reason: no_signal, error, remainder."""
+
+    step: int
+    file: str
+    sha256: str
+    trained: list[int]
+    retired: dict[int, str]
+    decided_by: str
+
+
+class TrainerHead(Record):
+    """`decided` batches exist; `step` of them are trained and recorded; `checkpoint` is the newest checkpoint's version."""
+
+    step: int
+    decided: int
+    checkpoint: int
+    consumed_groups: int
+    state: Literal["running", "done", "failed"]
+    reason: str = ""
+
+
+class WeightsHead(Record):
+    version: int
+    digest: str
+    layout_digest: str
+    bytes: int
+    master: str
+
+
+class Retain(Record):
+    """Versions that claims still refer to: relays keep them."""
+
+    versions: list[int]
+
+
+class RunManifest(Record):
+    """What a worker needs to join: everything else it reads from `run.json` under `store`."""
+
+    run: str
+    store: str
+    store_id: str
+    generation: int
+    format_version: int

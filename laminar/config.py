@@ -1,0 +1,344 @@
+"""The run config: one tree of frozen models, read from TOML. An unknown key is an error that names the near one.
+
+Each field's docstring says its unit and why its default is what it is. Values that may not change on
+resume are listed in `FROZEN`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from laminar.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """Name of the run: its etcd prefix, and its folder where `store` is not given."""
+    store: str = ""
+    """Root of the store: a folder or any fsspec URL that Lance also opens. Empty: `runs/<name>`."""
+    seed: int = 0
+    """Seed of the order of prompts and of sampling. Frozen once the run has started."""
+    max_steps: int = Field(40, ge=1)
+    """Optimizer steps after which the run is done."""
+    epochs: int = Field(1_000_000, ge=1)
+    """Passes over the prompt pool after which drawing stops; large, since `max_steps` is the usual end."""
+
+
+class ModelConfig(Section):
+    path: str
+    """A Hugging Face folder, or a built-in name: `smollm2-135m-instruct` (needs the `quickstart` extra), `tiny-reverse` (built in seconds)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the published weights, of the engine's and of the trainer's compute. The master weights are always float32."""
+
+
+class PromptsConfig(Section):
+    source: Literal["reasoning-gym", "file", "huggingface", "reverse"] = "reasoning-gym"
+    """Where prompts come from: a procedural data set, a .parquet/.jsonl file, a Hugging Face data set, or the tiny fixture's words."""
+    dataset: str = ""
+    """Name of the reasoning-gym or Hugging Face data set, or path of the file."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the data set (reasoning-gym: its config; huggingface: `split`, `name`)."""
+    size: int = Field(1000, ge=1)
+    """How many training prompts to take at most."""
+    seed: int = 1000
+    """Seed of procedural sources. Neighbouring seeds of reasoning-gym share problems: space them far apart."""
+    prompt_column: str = "prompt"
+    """Column of the prompt in a file or data set: text, or messages."""
+    answer_column: str = "answer"
+    """Column of the reference answer; may be missing."""
+    system: str = ""
+    """System message put before each prompt that is plain text; empty: none."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer prompts are left out, counted and named."""
+
+
+class EnvironmentConfig(Section):
+    name: str = "single-turn"
+    """`single-turn`, `calculator`, or `module:name` of an Environment."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+    max_turns: int = Field(1, ge=1)
+    """Policy turns after which a trajectory is finished."""
+
+
+class RewardConfig(Section):
+    name: str = "reasoning-gym"
+    """`reasoning-gym`, `exact`, `http`, or `module:name` of a function (prompt, transcript) -> Score or float."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the reward (http: `url`)."""
+    timeout: float = Field(30.0, gt=0)
+    """Seconds after which a reward or environment call is killed; the trajectory's status says so."""
+    workers: int = Field(1, ge=1)
+    """Scoring processes of each rollout."""
+
+
+class SamplingConfig(Section):
+    samples_per_prompt: int = Field(8, ge=1, le=120)
+    """Trajectories of a group. Frozen. At most 120: a group is drawn in one etcd transaction."""
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; behaviour logprobs and the trainer's use the same."""
+    max_tokens: int = Field(256, ge=1)
+    """Policy tokens of a trajectory at most, over all its turns."""
+    top_p: float = 1.0
+    """Must be 1: a truncated distribution makes behaviour logprobs ambiguous."""
+    top_k: int = -1
+    """Must be -1 (off), for the same reason."""
+    min_p: float = 0.0
+    """Must be 0, for the same reason."""
+    repetition_penalty: float = 1.0
+    """Must be 1, for the same reason."""
+    chat_template_options: dict[str, Any] = {}
+    """Keyword arguments of the tokenizer's chat template (such as `enable_thinking`)."""
+
+    @model_validator(mode="after")
+    def _unambiguous(self) -> SamplingConfig:
+        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            if getattr(self, name) != off:
+                raise ValueError(
+                    f"sampling.{name} = {getattr(self, name)} changes the distribution that tokens are drawn from, so "
+                    f"that the trainer's logprobs would not match the engine's; set it to {off} and use temperature"
+                )
+        return self
+
+
+class RolloutConfig(Section):
+    workers: int = Field(1, ge=1)
+    """Rollout processes that `laminar run` starts."""
+    engine: Literal["vllm", "transformers"] = "vllm"
+    """`transformers` is a small reference engine for tests and debugging."""
+    max_running: int = Field(64, ge=1)
+    """Trajectories that a rollout generates at once."""
+    max_model_len: int = Field(1024, ge=8)
+    """Prompt and response tokens of a trajectory at most."""
+    kv_cache_mib: int = Field(0, ge=0)
+    """KV cache in MiB; 0: 256 on CPU, the engine's own choice on CUDA."""
+    flush_interval: float = Field(0.5, gt=0)
+    """Seconds between two flushes of partial responses: what a crash loses at most."""
+    fsync: bool = True
+    """One fsync a flush. Off: a power cut may lose what a crash of the process does not."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of an engine on a CPU."""
+    update: Literal["drain"] = "drain"
+    """A rollout finishes what it has begun under one version before it takes the next."""
+    on_version_lost: Literal["continue", "restart"] = "continue"
+    """When nothing can bring a version back: go on under the newest (spans say so), or start the trajectory again."""
+    partials: bool = True
+    """Stream partial responses to the store. Off only to measure what that costs."""
+
+
+class TrainerConfig(Section):
+    groups_per_step: int = Field(8, ge=1)
+    """Whole groups that one optimizer step consumes."""
+    max_ahead_groups: int = Field(0, ge=0)
+    """Groups drawn but not consumed at most; 0: two steps' groups. Bounds staleness by admission."""
+    max_staleness: int = Field(0, ge=0)
+    """Admission keeps the expected staleness of new trajectories at or below this; 0: no bound but max_ahead_groups."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW moments."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient clipping by global norm."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce++"] = "grpo"
+    """Advantage estimator."""
+    loss: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"
+    """Policy loss."""
+    aggregation: Literal["token", "sequence"] = "token"
+    """Mean over all policy tokens of the step, or over sequences of their means."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Lower clip range of the ratio."""
+    clip_high: float = Field(0.28, gt=0)
+    """Upper clip range (clip-higher, DAPO)."""
+    importance_cap: float = Field(0.0, ge=0)
+    """Truncated importance sampling against the engine's logprobs: cap of the weight; 0: off."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Weight of the k3 estimate of KL to the initial policy; 0: no reference model is held."""
+    mask_truncated: bool = False
+    """Leave trajectories that ended by length out of the loss (they keep their place in the group's baseline)."""
+    no_signal: Literal["count", "replace"] = "count"
+    """Groups of equal rewards: count towards groups_per_step (no compute), or be replaced by later groups (DAPO)."""
+    last_batch: Literal["train", "retire"] = "train"
+    """What happens to a last short batch."""
+    micro_batch_tokens: int = Field(4096, ge=16)
+    """Padded tokens of a micro-batch at most."""
+    share_prompts: bool = True
+    """Compute a group's prompt once for all its samples."""
+    skip_no_signal: bool = True
+    """Do not compute groups whose advantages are all zero. Off only to measure what that saves."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Checkpoints kept; the newest ones."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of the trainer; 0: all cores but one for each rollout, at least one."""
+    deterministic: bool = True
+    """Deterministic kernels, so that replayed steps give the same bits."""
+    max_error_share: float = Field(0.5, gt=0, le=1)
+    """Share of errors among the last 64 finished trajectories at which the run ends with that error."""
+
+
+class EvaluationConfig(Section):
+    size: int = Field(0, ge=0)
+    """Held-out prompts, disjoint from training by content; 0: no evaluation."""
+    every: int = Field(10, ge=1)
+    """Steps between evaluations; the first and the last version are always evaluated."""
+    samples: int = Field(4, ge=1)
+    """Samples a prompt at the training temperature, for avg@k and pass@k; one more is greedy."""
+    seed: int = 900_000_000
+    """Seed of procedural held-out prompts."""
+    max_tokens: int = Field(0, ge=0)
+    """Response tokens; 0: as in training."""
+
+
+class RelayConfig(Section):
+    chunk_mib: int = Field(16, ge=1)
+    """Size of a checksummed chunk, MiB."""
+    retain: int = Field(2, ge=1)
+    """Newest versions kept beside those that claims refer to."""
+
+
+class CoordinationConfig(Section):
+    endpoints: list[str] = []
+    """etcd addresses HOST:PORT; empty: `laminar run` starts an etcd of its own."""
+    lease_ttl: float = Field(10.0, ge=2)
+    """Seconds after which a silent worker loses what it owns. 10 on one machine, 15 on clusters."""
+
+
+class LoggingConfig(Section):
+    level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    """INFO tells the story of the run, DEBUG of each trajectory."""
+    tensorboard: bool = True
+    """Write TensorBoard files under the store (local stores only)."""
+    sinks: list[Literal["wandb", "trackio"]] = []
+    """Further metric sinks, if installed."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    prompts: PromptsConfig = PromptsConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    reward: RewardConfig = RewardConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    relay: RelayConfig = RelayConfig()
+    coordination: CoordinationConfig = CoordinationConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        t, s = self.trainer, self.sampling
+        if s.samples_per_prompt == 1 and t.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"sampling.samples_per_prompt = 1 with trainer.advantage = {t.advantage!r}: a group baseline needs at "
+                "least 2 samples; raise samples_per_prompt or use advantage = 'reinforce++'"
+            )
+        if t.max_ahead_groups and t.max_ahead_groups < t.groups_per_step:
+            raise ValueError(
+                f"trainer.max_ahead_groups = {t.max_ahead_groups} is below groups_per_step = {t.groups_per_step}: the "
+                "trainer could never fill a batch; set it to at least two steps' groups, or 0"
+            )
+        if s.max_tokens >= self.rollout.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens = {s.max_tokens} leaves no room for a prompt in rollout.max_model_len = "
+                f"{self.rollout.max_model_len}; raise max_model_len"
+            )
+        return self
+
+    @property
+    def max_ahead_groups(self) -> int:
+        """Groups that may be drawn and not yet consumed. With `max_staleness` = s a group drawn now is trained
+        at most s steps later, if no more than (s + 1) steps' groups are under way."""
+        t = self.trainer
+        ahead = t.max_ahead_groups or 2 * t.groups_per_step
+        return min(ahead, (t.max_staleness + 1) * t.groups_per_step) if t.max_staleness else ahead
+
+    @property
+    def store_root(self) -> str:
+        return self.run.store or f"runs/{self.run.name}"
+
+
+FROZEN = ("run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype")
+"""Values of the config that a resume may not change; fingerprints of model, tokenizer and prompts are compared as well."""
+
+
+def parse_config(text: str, *, origin: str = "config") -> Config:
+    """Raises ConfigError naming each bad key, the near key for a misspelt one, and what was expected."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{origin} is not valid TOML: {e}") from e
+    return config_from(data, origin=origin)
+
+
+def load_config(path: str | Path) -> Config:
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot read the config {path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"the config {path} is not UTF-8: {e}") from e
+    return parse_config(text, origin=str(path))
+
+
+def config_from(data: dict[str, Any], *, origin: str = "config") -> Config:
+    try:
+        return Config.model_validate(data)
+    except ValidationError as e:
+        raise ConfigError("\n".join(f"{origin}: {_explain(error)}" for error in e.errors())) from e
+
+
+def with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    """Apply `section.key=value` strings (values in TOML syntax; bare words are strings) to parsed TOML."""
+    result = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for item in overrides:
+        dotted, sign, raw = item.partition("=")
+        parts = dotted.strip().split(".")
+        if not sign or len(parts) != 2:
+            raise ConfigError(f"--set {item!r} is not of the form section.key=value")
+        try:
+            value = tomllib.loads(f"v = {raw}")["v"]
+        except tomllib.TOMLDecodeError:
+            value = raw
+        result.setdefault(parts[0], {})[parts[1]] = value
+    return result
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key {where!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{where!r} is missing; add it"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return message
+    return f"{where} = {error.get('input')!r}: {message}"
+
+
+def _known_keys(path: tuple[str | int, ...]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)

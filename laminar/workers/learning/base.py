@@ -1,0 +1,81 @@
+"""What the trainer needs of a learner. `learner.TorchLearner` is the real one; the simulator has its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from laminar.relay.layout import Layout
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory to train on. Lists but `prompt_ids` have one entry a token after the first prompt."""
+
+    group: int
+    sample: int
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    policy_mask: Sequence[bool]
+    behaviour_logprobs: Sequence[float]
+    reward: float
+    version: int
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class SampleStats:
+    """What `steps` keeps of one trained trajectory; means are over its policy tokens, None without any."""
+
+    group: int
+    sample: int
+    advantage: float
+    tokens: int
+    mean_ratio: float | None
+    clip_fraction: float | None
+    policy_loss: float | None
+    mean_logprob: float | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`metrics`: number by name, None where a mean is over nothing."""
+
+    samples: list[SampleStats]
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+class Learner(Protocol):
+    """Blocking; the trainer runs it in a thread. Deterministic: same state and batch, same result (on equal hardware)."""
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def layout(self) -> Layout:
+        """Of the weights as published (names, dtypes and shapes of the Hugging Face model)."""
+        ...
+
+    def train(self, batch: Sequence[Sample]) -> StepResult:
+        """One optimizer step on whole groups: `version` grows by one. Raises LaminarError on non-finite gradients."""
+        ...
+
+    def stage(self) -> float:
+        """Cast the weights to the publish dtype where that differs; the seconds it took."""
+        ...
+
+    def write_weights(self, buffer: memoryview) -> None:
+        """Copy the staged weights into `buffer` (layout.total_bytes long) at the layout's offsets: the publish stall."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write trainer state (weights, optimizer, schedule, RNG) into an existing empty folder; safetensors and JSON."""
+        ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face folder (model and tokenizer) that `from_pretrained` opens."""
+        ...

@@ -1,0 +1,180 @@
+"""Memory that versions live in: memfd-backed, handed to other processes as file descriptors, recycled.
+
+    free ──take──▶ incoming ──sealed──▶ serving ──released──▶ draining ──nobody has it──▶ free
+
+Fresh memory costs some twenty times a copy into touched memory, so arenas are touched once and used again. They
+are used again only when nobody else can see them, and the kernel is the one who knows: a write lease on the relay's
+own description is granted only if no other description of the file is open or mapped. What a process holds goes with
+it, however it died. Raw memfd_create descriptors escape that count, and so do dups: hence each party gets a re-open
+of its own through /proc/self/fd. Two traps: (1) mapping is by *description*, so the relay's own mapping does not count
+against the lease; (2) a same-user process can re-open a read-only descriptor for writing: this guards against
+accidents and stale writers, not against malice from inside the user account.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import signal
+from enum import Enum
+
+import numpy
+
+from laminar.errors import ConfigError, WeightsError
+
+MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class ArenaState(Enum):
+    FREE = "free"
+    INCOMING = "incoming"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+TRANSITIONS = {
+    ArenaState.FREE: {ArenaState.INCOMING},
+    ArenaState.INCOMING: {ArenaState.SERVING, ArenaState.DRAINING},
+    ArenaState.SERVING: {ArenaState.DRAINING},
+    ArenaState.DRAINING: {ArenaState.FREE},
+}
+
+
+class Arena:
+    """One memfd of `capacity` bytes, mapped read-write here. Its pages exist: writing cannot run out of memory."""
+
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+        self.fd = fd
+        self.state = ArenaState.FREE
+        self._mapping = mapping
+
+    @classmethod
+    def create(cls, capacity: int) -> Arena:
+        """Allocate and touch `capacity` bytes (0.3-1 GB/s: call it in a thread). Raises WeightsError without memory."""
+        raw = os.memfd_create("laminar-arena", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(raw, 0, capacity)
+            fd = os.open(f"/proc/self/fd/{raw}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as e:
+            raise WeightsError(f"cannot allocate an arena of {capacity} bytes: {e.strerror}; free memory") from e
+        finally:
+            os.close(raw)
+        try:
+            # Should anyone ever open the file during a lease check, the default SIGIO would end this process.
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+            mapping = mmap.mmap(fd, capacity)
+        except OSError as e:
+            os.close(fd)
+            raise WeightsError(f"cannot map an arena of {capacity} bytes: {e.strerror}") from e
+        populate(mapping, writable=True)
+        return cls(fd, mapping)
+
+    @property
+    def capacity(self) -> int:
+        return len(self._mapping)
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """The first `nbytes` bytes, writable, of this process's mapping."""
+        if nbytes > self.capacity:
+            raise WeightsError(f"{nbytes} bytes do not fit into an arena of {self.capacity}")
+        return memoryview(self._mapping)[:nbytes]
+
+    def open_for_reading(self) -> int:
+        """A new read-only descriptor: it cannot be mapped writable. The caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def open_for_writing(self) -> int:
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def is_exclusive(self) -> bool:
+        """True if no other description of this memory is open or mapped, in any process."""
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except BlockingIOError:
+            return False
+        fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return True
+
+    def move(self, state: ArenaState) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise AssertionError(f"an arena cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def close(self) -> None:
+        """Give up this process's share; the memory is freed when the last holder elsewhere closes."""
+        self._mapping.close()
+        os.close(self.fd)
+
+
+class ArenaPool:
+    """At most `limit` arenas. Touched from one thread only, except `Arena.create`, which the owner runs in a thread."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.arenas: list[Arena] = []
+        self.creating = 0
+
+    def count(self, state: ArenaState) -> int:
+        return sum(arena.state is state for arena in self.arenas)
+
+    def reclaim(self) -> None:
+        """Free what is draining and no longer open or mapped anywhere else."""
+        for arena in self.arenas:
+            if arena.state is ArenaState.DRAINING and arena.is_exclusive():
+                arena.move(ArenaState.FREE)
+
+    def take(self, nbytes: int) -> Arena | None:
+        """The smallest free arena that fits `nbytes`, now incoming; None if there is none."""
+        self.reclaim()
+        fitting = [a for a in self.arenas if a.state is ArenaState.FREE and a.capacity >= nbytes]
+        if not fitting:
+            return None
+        arena = min(fitting, key=lambda a: a.capacity)
+        arena.move(ArenaState.INCOMING)
+        return arena
+
+    def may_create(self, nbytes: int) -> bool:
+        """True if one more arena of `nbytes` is allowed; free ones that are too small are given up for it."""
+        for arena in [a for a in self.arenas if a.state is ArenaState.FREE and a.capacity < nbytes]:
+            arena.close()
+            self.arenas.remove(arena)
+        return len(self.arenas) + self.creating < self.limit
+
+    def release(self, arena: Arena) -> None:
+        """The arena's content is no longer wanted here; others may still be reading (or writing) it."""
+        arena.move(ArenaState.DRAINING)
+        self.reclaim()
+
+    def close(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+        self.arenas.clear()
+
+
+def populate(mapping: mmap.mmap, *, writable: bool) -> None:
+    """Fault in all pages of `mapping` at once: a fifth of the cost of one fault a page. Releases the GIL.
+
+    Kernels before 5.14 do not know the call; the pages are then faulted in one by one as they are used.
+    """
+    address = int(numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data)
+    _libc.madvise(address, len(mapping), MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ)
+
+
+def check_leases() -> None:
+    """Raises ConfigError where the kernel (or a sandbox in its place) cannot tell who has a memfd open."""
+    arena = Arena.create(mmap.PAGESIZE)
+    try:
+        alone = arena.is_exclusive()
+        reader = arena.open_for_reading()
+        with_reader = arena.is_exclusive()
+        os.close(reader)
+    except OSError as e:
+        raise ConfigError(f"no write lease on a memfd here ({e.strerror}): the relay needs Linux >= 5.4") from e
+    finally:
+        arena.close()
+    if not alone or with_reader:
+        raise ConfigError("write leases on a memfd do not show other holders here: the relay needs Linux >= 5.4")

@@ -1,0 +1,260 @@
+"""The versions that a relay holds in this host's memory, and the arenas for those that come in. No sockets here.
+
+    reserve ──▶ incoming arena ──(bytes arrive)──▶ seal: check, digest ──▶ held ──retention──▶ released
+
+`retain` newest versions are kept, then those that claims refer to, newest first, as far as arenas allow while two stay
+free for what comes in. The local server and the chain both fill arenas through these calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Collection, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from laminar.errors import WeightsError
+from laminar.relay.arena import Arena, ArenaPool, ArenaState, check_leases
+from laminar.relay.layout import Layout, checksums, version_digest
+from laminar.relay.memory import INCOMING, available_bytes, check_memory
+from laminar.relay.protocol import VersionInfo
+
+log = logging.getLogger(__name__)
+SEAL_GRACE = 1.0
+"""Seconds that a seal waits for the writer's mapping to be gone; the kernel gives no event for it."""
+SEAL_POLL = 0.005
+T = TypeVar("T")
+
+
+@dataclass
+class Held:
+    """A sealed version. `holds` counts connections that opened it; the kernel, not this count, guards its memory."""
+
+    info: VersionInfo
+    layout: Layout
+    checksums: tuple[bytes, ...]
+    arena: Arena
+    holds: int = 0
+
+
+class Holdings:
+    def __init__(
+        self, *, chunk_bytes: int, retain: int, spare: int = 1, weights_bytes: int = 0, threads: int = 1
+    ) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.retain = retain
+        self.spare = spare
+        self.threads = threads
+        self.pool = ArenaPool(retain + INCOMING + spare)
+        self.retained: frozenset[int] = frozenset()
+        self.errors: deque[str] = deque(maxlen=16)
+        self._held: dict[int, Held] = {}
+        self._weights_bytes = weights_bytes
+        self._changed = asyncio.Event()
+        self._growing: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self) -> None:
+        """Check the kernel and memory; begin to touch the arenas. Raises ConfigError."""
+        await asyncio.to_thread(check_leases)
+        if self._weights_bytes:
+            check_memory(self._weights_bytes, retain=self.retain, spare=self.spare)
+            self._spawn(self._top_up())
+
+    async def stop(self) -> None:
+        """Finish what is being checked or allocated, then let go of all memory; readers keep theirs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._held.clear()
+        self.pool.close()
+
+    @property
+    def newest(self) -> VersionInfo | None:
+        return self._held[max(self._held)].info if self._held else None
+
+    def versions(self) -> list[Held]:
+        return [self._held[version] for version in sorted(self._held)]
+
+    def get(self, version: int | None) -> Held:
+        """Raises WeightsError, naming what is held, if `version` (None: the newest) is not."""
+        wanted = max(self._held, default=None) if version is None else version
+        if wanted is None:
+            raise WeightsError("this relay holds no version yet; wait for one")
+        if wanted not in self._held:
+            raise WeightsError(f"this relay does not hold version {wanted}; it holds {sorted(self._held)}")
+        return self._held[wanted]
+
+    async def reserve(self, layout: Layout) -> Arena | None:
+        """An arena for a version that comes in; None if both are in use or memory is short: skip the version."""
+        size = layout.total_bytes
+        self._weights_bytes = max(self._weights_bytes, size)
+        while self.pool.count(ArenaState.INCOMING) < INCOMING:
+            arena = self.pool.take(size)
+            if arena is not None:
+                self._spawn(self._top_up())
+                return arena
+            if self._growing is None and not self._may_grow(size):
+                break
+            if not await self._grow(size):
+                break
+        return None
+
+    def release(self, arena: Arena) -> None:
+        """Give back an arena that was reserved and will not be sealed."""
+        self.pool.release(arena)
+
+    async def seal(self, arena: Arena, layout: Layout, version: int, *, expected: str | None = None) -> VersionInfo:
+        """Turn a filled arena into a version. Raises WeightsError, and gives the arena back, if it is still mapped by
+        its writer, if its digest is not `expected`, or if the version is held with other bytes. The same bytes again
+        are welcome. Survives the cancellation of its caller."""
+        return await asyncio.shield(self._spawn(self._seal(arena, layout, version, expected)))
+
+    def retain_versions(self, versions: Collection[int]) -> None:
+        """Replace the set of versions that claims refer to."""
+        self.retained = frozenset(versions)
+        self._evict()
+
+    async def wait(self, newer_than: int, timeout: float) -> VersionInfo | None:
+        """The newest version once it is newer than `newer_than`; None after `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                while (newest := self.newest) is None or newest.version <= newer_than:
+                    await self._changed.wait()
+        except TimeoutError:
+            return None
+        return newest
+
+    def record_error(self, message: str) -> None:
+        log.warning("relay error: %s", message)
+        self.errors.append(message)
+
+    def validate(self) -> None:
+        """Raises AssertionError if versions and arenas disagree."""
+        serving = [arena for arena in self.pool.arenas if arena.state is ArenaState.SERVING]
+        assert {id(a) for a in serving} == {id(h.arena) for h in self._held.values()}
+        assert self.pool.count(ArenaState.INCOMING) <= INCOMING
+        assert len(self.pool.arenas) <= self.pool.limit
+        assert all(v == h.info.version and h.info.bytes <= h.arena.capacity for v, h in self._held.items())
+
+    async def _seal(self, arena: Arena, layout: Layout, version: int, expected: str | None) -> VersionInfo:
+        try:
+            await self._writer_gone(arena, version)
+            sums = await asyncio.to_thread(self._finish, arena, layout)
+            info = VersionInfo(version, version_digest(layout, sums), layout.digest, layout.total_bytes)
+            if expected is not None and info.digest != expected:
+                raise WeightsError(f"version {version} came in as {info.digest[:12]}, promised was {expected[:12]}")
+            known = self._held.get(version)
+            if known is not None and known.info != info:
+                raise WeightsError(
+                    f"version {version} is held with digest {known.info.digest[:12]}; {info.digest[:12]} is refused: "
+                    "a version has one digest for ever, publish other bytes under another number"
+                )
+        except WeightsError as e:
+            self.release(arena)
+            self.record_error(str(e))
+            raise
+        if known is not None:
+            self.release(arena)
+            return info
+        arena.move(ArenaState.SERVING)
+        self._held[version] = Held(info, layout, tuple(sums), arena)
+        log.info("sealed version=%d digest=%s bytes=%d", version, info.digest[:12], info.bytes)
+        self._evict(just_sealed=version)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._spawn(self._top_up())
+        return info
+
+    async def _writer_gone(self, arena: Arena, version: int) -> None:
+        for _ in range(round(SEAL_GRACE / SEAL_POLL)):
+            if arena.is_exclusive():
+                return
+            await asyncio.sleep(SEAL_POLL)
+        raise WeightsError(
+            f"version {version} cannot be sealed: after {SEAL_GRACE} s a process still has its arena open or mapped; "
+            "unmap it (in forked children too) before seal"
+        )
+
+    def _finish(self, arena: Arena, layout: Layout) -> list[bytes]:
+        """Gaps may hold bytes of an earlier version in this arena; equal tensors must give equal digests."""
+        with arena.buffer(layout.total_bytes) as buffer:
+            for offset, nbytes in layout.gaps():
+                buffer[offset : offset + nbytes] = bytes(nbytes)
+            return checksums(buffer, self.chunk_bytes, threads=self.threads)
+
+    def _evict(self, just_sealed: int | None = None) -> None:
+        room = self.pool.limit - INCOMING
+        keep = kept(self._held, newest=self.retain, wanted=self.retained, first=just_sealed, room=room)
+        for version in sorted(self._held.keys() - keep):
+            if version in self.retained:
+                self.record_error(f"version {version} is claimed but let go: {room} versions fill this relay's memory")
+            log.info("released version=%d", version)
+            self.pool.release(self._held.pop(version).arena)
+
+    def _may_grow(self, size: int) -> bool:
+        if not self.pool.may_create(size):
+            return False
+        available = available_bytes()
+        if available < size:
+            self.record_error(f"no memory for another arena of {size} bytes: {available} are available")
+            return False
+        return True
+
+    async def _top_up(self) -> None:
+        """Keep two arenas free or incoming, so that a publish finds touched memory."""
+        while True:
+            self.pool.reclaim()
+            size = self._weights_bytes
+            ready = sum(a.state is ArenaState.FREE and a.capacity >= size for a in self.pool.arenas)
+            if ready + self.pool.count(ArenaState.INCOMING) >= INCOMING:
+                return
+            if self._growing is None and not self._may_grow(size):
+                return
+            if not await self._grow(size):
+                return
+
+    async def _grow(self, size: int) -> bool:
+        """Allocate one arena, or wait for the one being allocated. False if that failed (recorded)."""
+        if self._growing is None:
+            self._growing = self._spawn(self._create(size))
+        growing = self._growing
+        try:
+            await asyncio.shield(growing)
+        except WeightsError:
+            return False
+        return True
+
+    async def _create(self, size: int) -> None:
+        self.pool.creating += 1
+        try:
+            self.pool.arenas.append(await asyncio.to_thread(Arena.create, size))
+        except WeightsError as e:
+            self.record_error(str(e))
+            raise
+        finally:
+            self.pool.creating -= 1
+            self._growing = None
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None and not isinstance(failure, WeightsError):
+            self.record_error(f"internal error: {failure!r}")
+            log.error("a relay task failed", exc_info=failure)
+
+
+def kept(versions: Iterable[int], *, newest: int, wanted: Collection[int], first: int | None, room: int) -> set[int]:
+    """Which of `versions` stay: the `newest` newest, then `first` (just sealed: its claims may be on their way), then
+    the wanted ones, newest first, up to `room` in all. Pure."""
+    ordered = sorted(versions, reverse=True)
+    result, rest = ordered[:newest], ordered[newest:]
+    extra = [v for v in rest if v == first] + [v for v in rest if v != first and v in wanted]
+    return set(result + extra[: max(0, room - len(result))])

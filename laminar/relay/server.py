@@ -1,0 +1,385 @@
+"""The relay's Unix socket: local processes reserve, seal, open and wait for versions. See `protocol` for the words.
+
+connection ──▶ same user? ──▶ hello ──▶ requests, one at a time ──▶ closed: its reservation and holds are gone
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import TracebackType
+
+from laminar.errors import ConfigError, WeightsError
+from laminar.relay.arena import Arena, ArenaState
+from laminar.relay.holdings import Held, Holdings
+from laminar.relay.layout import Layout
+from laminar.relay.protocol import (
+    HEADER,
+    MAX_FRAME,
+    MAX_HELLO,
+    MAX_RETAINED,
+    MAX_VERSION,
+    MAX_WAIT,
+    PROTOCOL,
+    Message,
+    ProtocolError,
+    checked_socket_path,
+    decode,
+    encode,
+    frame_length,
+    integer,
+    integers,
+    number,
+    peer_user,
+    text,
+)
+
+log = logging.getLogger(__name__)
+MAX_CONNECTIONS = 512
+FRAME_TIMEOUT = 30.0
+"""Seconds within which a frame that has begun must be complete, and a reply be taken."""
+IDLE_TIMEOUT = 600.0
+"""Seconds without a request after which a connection that neither reserved nor holds anything is closed."""
+RESERVATION_TIMEOUT = 3600.0
+"""Seconds for which an arena stays reserved: a step may be long, a stopped trainer must not keep it for ever."""
+
+
+class RelayServer:
+    """Serves `holdings` at `socket_path` (mode 0600, in a folder that only this user can enter).
+
+    `chunk_bytes` is one for all relays of a run: digests depend on it. `weights_bytes`, if known, lets memory be
+    checked and touched at start. `spare` more versions than `retain` fit, for claims and slow readers.
+    """
+
+    def __init__(
+        self,
+        socket_path: str | Path,
+        *,
+        chunk_bytes: int = 16 << 20,
+        retain: int = 2,
+        run: str = "",
+        spare: int = 1,
+        weights_bytes: int = 0,
+        threads: int = 1,
+    ) -> None:
+        self.socket_path = checked_socket_path(socket_path)
+        self.run = run
+        self.boot = uuid.uuid4().hex
+        self.holdings = Holdings(
+            chunk_bytes=chunk_bytes, retain=retain, spare=spare, weights_bytes=weights_bytes, threads=threads
+        )
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._sessions: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Raises ConfigError if the socket, the kernel or memory do not allow a relay here."""
+        self._listener = _bind(self.socket_path)
+        try:
+            await self.holdings.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._accepting = asyncio.create_task(self._accept(self._listener))
+        log.info("relay serves run=%s at %s", self.run, self.socket_path)
+
+    async def stop(self) -> None:
+        """Close all connections and let go of all memory; versions that readers have mapped stay theirs."""
+        tasks = [*self._sessions, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            self.socket_path.unlink(missing_ok=True)
+            self._listener = None
+        await self.holdings.stop()
+
+    async def __aenter__(self) -> RelayServer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as e:
+                self.holdings.record_error(f"cannot accept a connection: {e.strerror}")
+                await asyncio.sleep(0.1)
+                continue
+            task = asyncio.create_task(self._serve(sock))
+            self._sessions.add(task)
+            task.add_done_callback(self._ended)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        channel = Channel(sock)
+        session = Session(self, channel)
+        try:
+            self._admit(sock)
+            await session.run()
+        except ProtocolError as e:
+            self.holdings.record_error(f"refused a connection: {e}")
+            await channel.refuse(str(e))
+        except (OSError, TimeoutError) as e:
+            log.debug("a connection ended: %r", e)
+        finally:
+            session.close()
+            sock.close()
+
+    def _admit(self, sock: socket.socket) -> None:
+        uid = peer_user(sock)
+        if uid != os.getuid():
+            raise ProtocolError(f"a process of user {uid} may not use the relay of user {os.getuid()}")
+        if len(self._sessions) > MAX_CONNECTIONS:
+            raise ProtocolError(f"{MAX_CONNECTIONS} connections are open already")
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._sessions.discard(task)
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            self.holdings.record_error(f"internal error: {failure!r}")
+            log.error("a relay session failed", exc_info=failure)
+
+
+class Session:
+    """One connection: what it reserved and holds, and the commands it may give."""
+
+    def __init__(self, server: RelayServer, channel: Channel) -> None:
+        self._server = server
+        self._holdings = server.holdings
+        self._channel = channel
+        self._reserved: tuple[Arena, Layout] | None = None
+        self._holds: list[Held] = []
+        self._commands: dict[str, Callable[[Message], Awaitable[None]]] = {
+            "status": self._status,
+            "reserve": self._reserve,
+            "seal": self._seal,
+            "open": self._open,
+            "wait": self._wait,
+            "retain": self._retain,
+        }
+
+    async def run(self) -> None:
+        await self._hello()
+        while True:
+            request = await self._channel.receive(idle=self._patience())
+            if request is None:
+                return
+            name = text(request, "command", 32)
+            if name not in self._commands:
+                raise ProtocolError(f"unknown command {name!r}; known are {', '.join(self._commands)}")
+            try:
+                await self._commands[name](request)
+            except ProtocolError:
+                raise
+            except WeightsError as e:
+                await self._channel.send({"ok": False, "error": str(e)})
+
+    def _patience(self) -> float | None:
+        if self._holds:
+            return None
+        return RESERVATION_TIMEOUT if self._reserved is not None else IDLE_TIMEOUT
+
+    def close(self) -> None:
+        if self._reserved is not None:
+            log.info("a publish ended before its seal: its arena is freed")
+            self._holdings.release(self._reserved[0])
+            self._reserved = None
+        for held in self._holds:
+            held.holds -= 1
+        self._holds.clear()
+        self._holdings.pool.reclaim()
+
+    async def _hello(self) -> None:
+        request = await self._channel.receive(idle=FRAME_TIMEOUT, limit=MAX_HELLO)
+        if request is None:
+            return
+        if text(request, "command", 32) != "hello":
+            raise ProtocolError("a connection must open with hello")
+        protocol = integer(request, "protocol", 0, 1 << 31)
+        if protocol != PROTOCOL:
+            raise ProtocolError(f"protocol {protocol} is not spoken here, {PROTOCOL} is: use one Laminar everywhere")
+        run = text(request, "run", 256)
+        if run and run != self._server.run:
+            raise ProtocolError(f"this is the relay of run {self._server.run!r}, not of {run!r}")
+        chunk_bytes = self._holdings.chunk_bytes
+        await self._reply(protocol=PROTOCOL, run=self._server.run, boot=self._server.boot, chunk_bytes=chunk_bytes)
+
+    async def _status(self, request: Message) -> None:
+        holdings = self._holdings
+        holdings.pool.reclaim()
+        newest = holdings.newest
+        await self._reply(
+            run=self._server.run,
+            boot=self._server.boot,
+            newest=newest.version if newest else None,
+            versions=[
+                {**held.info.to_json(), "holds": held.holds, "mapped": not held.arena.is_exclusive()}
+                for held in holdings.versions()
+            ],
+            arenas={state.value: holdings.pool.count(state) for state in ArenaState},
+            retained=sorted(holdings.retained),
+            errors=list(holdings.errors),
+        )
+
+    async def _reserve(self, request: Message) -> None:
+        if self._reserved is not None:
+            raise ProtocolError("this connection has reserved an arena already")
+        layout = await asyncio.to_thread(Layout.from_json, request.get("layout"))
+        arena = await self._holdings.reserve(layout)
+        if arena is None:
+            await self._reply(reserved=False, reason="busy: no free arena")
+            return
+        self._reserved = (arena, layout)
+        fd = arena.open_for_writing()
+        try:
+            await self._reply(fd=fd, reserved=True)
+        finally:
+            os.close(fd)
+
+    async def _seal(self, request: Message) -> None:
+        version = integer(request, "version", 0, MAX_VERSION)
+        if self._reserved is None:
+            raise ProtocolError("seal without a reservation on this connection")
+        (arena, layout), self._reserved = self._reserved, None
+        info = await self._holdings.seal(arena, layout, version)
+        await self._reply(version=info.to_json())
+
+    async def _open(self, request: Message) -> None:
+        version = None if request.get("version") is None else integer(request, "version", 0, MAX_VERSION)
+        held = self._holdings.get(version)
+        held.holds += 1
+        self._holds.append(held)
+        fd = held.arena.open_for_reading()
+        try:
+            chunk_bytes = self._holdings.chunk_bytes
+            await self._reply(fd=fd, version=held.info.to_json(), layout=held.layout.to_json(), chunk_bytes=chunk_bytes)
+        finally:
+            os.close(fd)
+
+    async def _wait(self, request: Message) -> None:
+        newer_than = integer(request, "newer_than", -1, MAX_VERSION)
+        info = await self._holdings.wait(newer_than, number(request, "timeout", 0.0, MAX_WAIT))
+        await self._reply(version=info.to_json() if info else None)
+
+    async def _retain(self, request: Message) -> None:
+        self._holdings.retain_versions(integers(request, "versions", MAX_RETAINED, 0, MAX_VERSION))
+        await self._reply()
+
+    async def _reply(self, fd: int | None = None, **content: object) -> None:
+        await self._channel.send({"ok": True, **content}, fd)
+
+
+class Channel:
+    """Frames over one non-blocking Unix socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def receive(self, *, idle: float | None, limit: int = MAX_FRAME) -> Message | None:
+        """The next message; None if the peer closed between two frames, or sent nothing for `idle` seconds."""
+        try:
+            async with asyncio.timeout(idle):
+                first = await self._loop.sock_recv(self._sock, 1)
+        except TimeoutError:
+            log.info("closing a connection that was idle for %s s", idle)
+            return None
+        if not first:
+            return None
+        async with asyncio.timeout(FRAME_TIMEOUT):
+            header = first + await self._exactly(HEADER.size - 1)
+            return decode(await self._exactly(frame_length(header, limit)))
+
+    async def send(self, message: Message, fd: int | None = None) -> None:
+        data = encode(message)
+        async with asyncio.timeout(FRAME_TIMEOUT):
+            if fd is not None:
+                data = data[await self._send_with(data, fd) :]
+            await self._loop.sock_sendall(self._sock, data)
+
+    async def refuse(self, reason: str) -> None:
+        """Tell the peer why the connection is closed, if it still listens."""
+        try:
+            await self.send({"ok": False, "error": reason})
+        except (OSError, TimeoutError) as e:
+            log.debug("a refused peer did not take the reason: %r", e)
+
+    async def _exactly(self, count: int) -> bytes:
+        """Grows with what arrives, so that a false length costs no memory."""
+        data = bytearray()
+        while len(data) < count:
+            part = await self._loop.sock_recv(self._sock, min(count - len(data), 1 << 20))
+            if not part:
+                raise ProtocolError(f"the connection ended after {len(data)} of {count} bytes of a frame")
+            data += part
+        return bytes(data)
+
+    async def _send_with(self, data: bytes, fd: int) -> int:
+        while True:
+            try:
+                return socket.send_fds(self._sock, [data[: HEADER.size]], [fd])
+            except BlockingIOError:
+                await self._writable()
+
+    async def _writable(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(self._sock, _resolve, ready)
+        try:
+            await ready
+        finally:
+            self._loop.remove_writer(self._sock)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _bind(path: Path) -> socket.socket:
+    """A listening socket of mode 0600. Raises ConfigError if others can enter its folder or a relay serves there."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = path.parent.stat()
+    if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
+        raise ConfigError(
+            f"the relay's folder {path.parent} has mode {stat.S_IMODE(folder.st_mode):o} and user {folder.st_uid}: it "
+            f"must belong to user {os.getuid()} alone; chmod 700 it or name another"
+        )
+    if path.exists():
+        _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(128)
+    except OSError as e:
+        listener.close()
+        raise ConfigError(f"cannot bind the relay's socket {path}: {e.strerror}") from e
+    listener.setblocking(False)
+    return listener
+
+
+def _remove_stale(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as e:
+            raise ConfigError(f"{path} exists and is not a relay's socket ({e.strerror}); remove it") from e
+    raise ConfigError(f"a relay serves at {path} already; stop it or use another path")

@@ -279,14 +279,22 @@ FROZEN = ("run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype"
 
 def parse_config(text: str, *, origin: str = "config") -> Config:
     """Raises ConfigError naming each bad key, the near key for a misspelt one, and what was expected."""
+    return config_from(_parse(text, origin), origin=origin)
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
-        data = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{origin} is not valid TOML: {e}") from e
-    return config_from(data, origin=origin)
 
 
 def load_config(path: str | Path) -> Config:
+    return load_config_with(path, [])[0]
+
+
+def load_config_with(path: str | Path, overrides: list[str]) -> tuple[Config, str]:
+    """The config of a file with `section.key=value` strings applied to it, and the file's text as it stands."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -294,7 +302,7 @@ def load_config(path: str | Path) -> Config:
         raise ConfigError(f"cannot read the config {path}: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"the config {path} is not UTF-8: {e}") from e
-    return parse_config(text, origin=str(path))
+    return config_from(with_overrides(_parse(text, str(path)), overrides), origin=str(path)), text
 
 
 def config_from(data: dict[str, Any], *, origin: str = "config") -> Config:
@@ -316,7 +324,10 @@ def with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]
             value = tomllib.loads(f"v = {raw}")["v"]
         except tomllib.TOMLDecodeError:
             value = raw
-        result.setdefault(parts[0], {})[parts[1]] = value
+        section = result.setdefault(parts[0], {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"--set {item!r}: {parts[0]!r} is not a section of the config, but {section!r}")
+        section[parts[1]] = value
     return result
 
 

@@ -1,0 +1,264 @@
+"""The `laminar` command: parses, calls, prints. Everything heavy is imported inside the command that needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from laminar import __version__
+from laminar.errors import LaminarError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=(
+        "Asynchronous RL post-training of language models, with its state in a store.\n\n"
+        "```\n"
+        "laminar run examples/quickstart.toml           start a run, or resume it\n"
+        "laminar run config.toml --dry-run              check a config, start nothing\n"
+        "laminar status                                 the newest run here, live or ended\n"
+        "laminar experience ls my-run --where 'reward > 0.9'\n"
+        "laminar plot my-run                            curves as a PNG\n"
+        "laminar audit my-run                           is everything there exactly once?\n"
+        "```\n"
+    ),
+)
+experience = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help=(
+        "Look at what was generated and what it was trained on.\n\n"
+        "```\n"
+        "laminar experience ls my-run --limit 50 --where \"status <> 'ok'\"\n"
+        "laminar experience show my-run 12 3\n"
+        "laminar experience sql my-run 'select version, avg(reward) from experience group by version'\n"
+        "laminar experience export my-run rewards.parquet\n"
+        "```\n"
+    ),
+)
+app.add_typer(experience, name="experience")
+
+RUN_HELP = "A run's name, a store folder or its URL."
+Target = Annotated[str | None, typer.Argument(metavar="[RUN]", help=f"{RUN_HELP} Default: the newest run here.")]
+Named = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
+Etcd = Annotated[str, typer.Option("--etcd", metavar="HOST:PORT,…", help="etcd's addresses, if not in the config.")]
+Where = Annotated[str, typer.Option("--where", metavar="SQL", help='A condition over the columns; quote "group".')]
+Limit = Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")]
+
+
+class Kind(StrEnum):
+    rollout = "rollout"
+    trainer = "trainer"
+    relay = "relay"
+    committer = "committer"
+
+
+class Table(StrEnum):
+    experience = "experience"
+    steps = "steps"
+    step_metrics = "step_metrics"
+    evaluation = "evaluation"
+    prompts = "prompts"
+
+
+class Format(StrEnum):
+    parquet = "parquet"
+    jsonl = "jsonl"
+    csv = "csv"
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    # The environment reaches `main` even when parsing ends in an error, and the workers of a local run too.
+    if debug:
+        os.environ["LAMINAR_DEBUG"] = "1"
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="The run's config, a TOML file.")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value of the config. May be repeated."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, start and write nothing.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="One line a step instead of the live display.")] = False,
+) -> None:
+    """Start a run on this machine, or resume it where it stopped.
+
+    Ctrl-C stops it within seconds and loses nothing; the same command goes on.
+
+    `laminar run config.toml --set trainer.learning_rate=2e-5 --set run.name=warm`
+    """
+    from laminar.config import load_config_with
+    from laminar.workers.local import run as run_local
+
+    parsed, text = load_config_with(config, set_ or [])
+    raise typer.Exit(run_local(parsed, text=text, dry_run=dry_run, plain=plain))
+
+
+@app.command()
+def worker(
+    kind: Annotated[Kind, typer.Argument(help="What it does.")],
+    name: Annotated[str, typer.Option("--run", metavar="NAME", help="The run to join.")],
+    etcd: Annotated[str, typer.Option("--etcd", metavar="HOST:PORT,…", help="etcd's addresses.")],
+    index: Annotated[int, typer.Option("--index", min=0, help="Which of the workers of its kind on this host.")] = 0,
+) -> None:
+    """Start one worker by hand, on any machine that reaches etcd and the store.
+
+    Everything else it reads from the run's manifest.
+
+    `laminar worker rollout --etcd node1:2379,node2:2379 --run my-run`
+    """
+    from laminar.workers.main import run_worker
+
+    raise typer.Exit(run_worker(kind.value, endpoints=_endpoints(etcd), run=name, index=index))
+
+
+@app.command()
+def status(target: Target = None, etcd: Etcd = "") -> None:
+    """How a run stands: live from etcd while it works, from the store afterwards."""
+    from laminar.workers import render
+    from laminar.workers.inspect import open_store
+    from laminar.workers.status import run_status
+
+    _print(render.status(run_status(open_store(target), _endpoints(etcd))))
+
+
+@experience.command("ls")
+def experience_ls(target: Target = None, limit: Limit = 20, where: Where = "") -> None:
+    """List committed trajectories, the newest first.
+
+    `laminar experience ls my-run --where "finish_reason = 'length' and reward < 0.1"`
+    """
+    from laminar.workers import render
+    from laminar.workers.inspect import list_experience, open_store
+
+    _print(render.table(list_experience(open_store(target), limit=limit, where=where), limit=limit))
+
+
+@experience.command("show")
+def experience_show(
+    target: Named,
+    group: Annotated[int, typer.Argument(min=0, help="The group: one drawing of a prompt.")],
+    sample: Annotated[int, typer.Argument(min=0, help="The sample within the group.")],
+) -> None:
+    """Show one trajectory: who wrote what under which version, its reward, how it was trained on."""
+    from laminar.workers import render
+    from laminar.workers.inspect import open_store, show_trajectory
+
+    _print(render.trajectory(show_trajectory(open_store(target), group, sample)))
+
+
+@experience.command("sql")
+def experience_sql(
+    target: Named,
+    query: Annotated[str, typer.Argument(help='DuckDB\'s SQL. `group` is a word of SQL: write the column as "group".')],
+    limit: Limit = 100,
+) -> None:
+    """Query the tables experience, steps, step_metrics, evaluation and prompts together.
+
+    `laminar experience sql my-run 'select e.version, avg(s.staleness) from experience e
+    join steps s using ("group", sample) group by e.version order by 1'`
+    """
+    from laminar.workers import render
+    from laminar.workers.inspect import open_store
+
+    _print(render.table(open_store(target).query(query), limit=limit))
+
+
+@experience.command("export")
+def experience_export(
+    target: Named,
+    path: Annotated[Path, typer.Argument(help="The file to write: .parquet, .jsonl or .csv.")],
+    file_format: Annotated[Format | None, typer.Option("--format", help="Default: by the ending of PATH.")] = None,
+    table: Annotated[Table, typer.Option("--table", help="Which table.")] = Table.experience,
+    where: Where = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Write a table to one file, whole or not at all."""
+    from laminar.workers.export import export_table
+    from laminar.workers.inspect import open_store
+
+    rows = export_table(
+        open_store(target),
+        path,
+        table=table.value,
+        file_format=file_format.value if file_format else "",
+        where=where,
+        force=force,
+    )
+    _print(Text(f"{rows} rows of {table.value} written to {path}"))
+
+
+@app.command()
+def audit(target: Target = None, etcd: Etcd = "") -> None:
+    """Check that every drawn trajectory is there exactly once, and all else that must hold. Exits with 1 if not."""
+    from laminar.workers.inspect import audit_run, open_store
+    from laminar.workers.status import reachable_endpoints
+
+    store = open_store(target)
+    report = audit_run(store, _endpoints(etcd) or reachable_endpoints(store))
+    for problem in report.problems:
+        _print(Text(problem, style="red"))
+    _print(Text(report.summary))
+    raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def plot(
+    target: Target = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: `<run>.png` in this folder.")] = None,
+) -> None:
+    """Draw reward, response length and staleness over steps and over time."""
+    from laminar.workers.inspect import open_store
+    from laminar.workers.plot import plot as draw
+
+    store = open_store(target)
+    _print(Text(str(draw(store, output or Path(f"{store.run.run}.png")))))
+
+
+@app.command()
+def version() -> None:
+    """Print the version of Laminar."""
+    _print(Text(__version__))
+
+
+def _endpoints(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _print(what: object) -> None:
+    console = Console()
+    if not console.is_terminal:
+        # Nobody scrolls sideways in a pipe: do not cut lines at a guessed width.
+        console = Console(width=10_000)
+    console.print(what, highlight=False, soft_wrap=not console.is_terminal and isinstance(what, Text))
+
+
+def main() -> None:
+    """Run the command; a LaminarError becomes one message and its exit code."""
+    try:
+        app()
+    except LaminarError as error:
+        if os.environ.get("LAMINAR_DEBUG"):
+            raise
+        message = Text.assemble(("error: ", "bold red"), (str(error), "red"))
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

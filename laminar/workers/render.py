@@ -1,0 +1,174 @@
+"""Answers of `status.py` and `inspect.py` as things that rich prints. Pure: data in, renderable out."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from laminar.workers.display import number, render, short
+from laminar.workers.inspect import Segment, TrajectoryView
+from laminar.workers.status import LiveStatus, RunStatus, StepRow, to_snapshot
+
+CELL_WIDTH = 60
+"""Longer cells are cut, with a mark: a list of 8,192 tokens helps nobody in a terminal. `export` keeps all."""
+POLICY, ENVIRONMENT = "green", "cyan"
+TOKENS_SHOWN = 40
+
+
+def table(rows: pa.Table, *, limit: int) -> RenderableType:
+    """The first `limit` rows, and a line that says how many more there are."""
+    grid = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
+    for column in rows.schema:
+        numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        grid.add_column(column.name, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows.slice(0, limit).to_pylist():
+        grid.add_row(*(Text(cell(value)) for value in row.values()))
+    more = rows.num_rows - limit
+    footer = f"… {more} more rows; raise --limit, or `laminar experience export`" if more > 0 else ""
+    return Group(grid, Text(footer or f"{rows.num_rows} rows", style="dim"))
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ", timespec="seconds")
+    text = (json.dumps(value, default=str) if isinstance(value, list) else str(value)).replace("\n", "⏎")
+    return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
+
+
+def trajectory(view: TrajectoryView) -> RenderableType:
+    """Everything that is known of one trajectory: outcome, training, writers, and the text by who wrote it."""
+    row = view.row
+    parts: list[RenderableType] = [
+        Text(f"trajectory ({row['group']}, {row['sample']})", style="bold"),
+        _facts(view),
+        Text("\nwritten by", style="bold"),
+        _spans(view),
+        Text("\ntrained in", style="bold"),
+        _steps(view),
+        Text("\nprompt", style="bold"),
+        Text(view.prompt if view.prompt is not None else _ids(row["prompt_ids"] or [])),
+        Text("\nresponse", style="bold"),
+        *_response(view),
+    ]
+    return Group(*parts)
+
+
+def _facts(view: TrajectoryView) -> Table:
+    row = view.row
+    parts = json.loads(row["reward_parts"] or "{}")
+    prompt_tokens, tokens = len(row["prompt_ids"] or []), len(row["token_ids"] or [])
+    facts = {
+        "prompt": f"{row['prompt_index']} (epoch {row['epoch']})",
+        "reward": cell(row["reward"]) + "".join(f"  {name} {cell(value)}" for name, value in parts.items()),
+        "status": row["status"] + (f": {row['error']}" if row["error"] else ""),
+        "finish reason": cell(row["finish_reason"]),
+        "tokens": f"{tokens}, of {row['turns']} turns, after {prompt_tokens} of prompt",
+        "version": cell(row["version"]),
+        "time": f"{cell(row['started_at'])} to {cell(row['finished_at'])} UTC",
+        "attempts": cell(row["attempts"]),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        grid.add_row(Text(name, style="dim"), Text(str(value)))
+    return grid
+
+
+def _spans(view: TrajectoryView) -> RenderableType:
+    if not view.spans:
+        return Text("  nobody: it has no tokens", style="dim")
+    grid = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
+    for heading in ("tokens", "version", "worker", "weights digest"):
+        grid.add_column(heading, no_wrap=True)
+    for span in view.spans:
+        grid.add_row(f"{span.start}–{span.end}", str(span.version), span.worker, span.digest)
+    return grid
+
+
+def _steps(view: TrajectoryView) -> RenderableType:
+    if not view.steps:
+        return Text("  no step: still open, or its group was retired (see `laminar status`)", style="dim")
+    columns = ("step", "advantage", "staleness", "tokens", "mean_ratio", "clip_fraction", "policy_loss", "mean_logprob")
+    grid = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
+    for column in columns:
+        grid.add_column(column, justify="right", no_wrap=True)
+    for step in view.steps:
+        grid.add_row(*(cell(step[column]) for column in columns))
+    return grid
+
+
+def _response(view: TrajectoryView) -> list[RenderableType]:
+    """Labels stand before each segment, so that the roles can be told without colour."""
+    if not view.segments:
+        return [Text("(empty)", style="dim")]
+    if any(segment.text is None for segment in view.segments):
+        note = Text("no tokenizer found: token ids by writer, then the decoded text as it was stored", style="dim")
+        return [note, *(_segment(segment) for segment in view.segments), Text(view.row["text"] or "")]
+    return [_segment(segment) for segment in view.segments]
+
+
+def _segment(segment: Segment) -> Text:
+    policy = segment.role == "policy"
+    label = f"[policy, version {segment.version}] " if policy else "[environment] "
+    body = segment.text if segment.text is not None else _ids(segment.token_ids)
+    return Text.assemble((label, "dim"), (body, POLICY if policy else ENVIRONMENT))
+
+
+def _ids(token_ids: list[int]) -> str:
+    more = len(token_ids) - TOKENS_SHOWN
+    return " ".join(map(str, token_ids[:TOKENS_SHOWN])) + (f" … {more} more" if more > 0 else "")
+
+
+def status(result: RunStatus) -> RenderableType:
+    parts: list[RenderableType] = []
+    if result.live is not None:
+        # The time since the start is known to the process that shows the run, not to etcd.
+        snapshot = to_snapshot(result.live, max_steps=result.max_steps, elapsed_s=0.0)
+        parts += [render(snapshot), _live(result.live)]
+    else:
+        done = result.last.step + 1 if result.last else 0
+        parts.append(Text.assemble((result.run, "bold"), f"  step {done}/{result.max_steps}, committed"))
+        parts.append(Text(f"not live: {result.why_not_live}", style="dim"))
+    outcome = f"experience  {_counts(result.statuses)}; finished by {_counts(result.finish_reasons)}"
+    parts += [_last_step(result.last), Text(outcome), Text(f"store       {result.store}")]
+    return Group(*parts)
+
+
+def _live(live: LiveStatus) -> RenderableType:
+    head, weights = live.head, live.weights
+    lines = []
+    if head is not None:
+        reason = f" ({head.reason})" if head.reason else ""
+        lines.append(
+            f"trainer     {head.state}{reason}: {head.step} steps trained, {head.decided} decided, "
+            f"checkpoint {head.checkpoint}"
+        )
+    if weights is not None:
+        size = f"{weights.bytes / 2**20:.1f} MiB"
+        lines.append(f"weights     version {weights.version}, digest {weights.digest[:12]}, {size}")
+    lines.append(f"claims      {_counts(live.claims)}")
+    lines.append(f"uncommitted {_counts(live.incoming)}")
+    lines.append("leaders     " + (", ".join(f"{role} {short(w)}" for role, w in live.leaders.items()) or "none"))
+    return Text("\n".join(lines))
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in counts.items()) or "none"
+
+
+def _last_step(row: StepRow | None) -> Text:
+    if row is None:
+        return Text("last step   none is committed yet")
+    return Text(
+        f"last step   {row.step}: reward {number(row.reward)}, response {number(row.response_length, 1)} tokens, "
+        f"staleness {number(row.staleness_mean, 1)} (max {number(row.staleness_max, 0)}), version {row.version}"
+    )

@@ -1,0 +1,308 @@
+"""How a run stands: live from etcd while it works, from the store's tables after its end.
+
+    etcd   ──read_live──▶  LiveStatus ──to_snapshot──▶ display
+    tables ──step_rows──▶  StepRow, one a trained step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from laminar.buffer.coordination import Coordination, KeyValue
+from laminar.buffer.keys import Keys, parse_trajectory
+from laminar.buffer.records import (
+    Claim,
+    Cursor,
+    Incoming,
+    LeaderRecord,
+    Load,
+    RunManifest,
+    TrainerHead,
+    TrainerProgress,
+    WeightsHead,
+    WorkerRecord,
+)
+from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
+from laminar.workers.display import Event, Snapshot, WorkerView
+from laminar.workers.inspect import StoreView
+
+LIVE_DEADLINE_S = 8.0
+PROBE_S = 1.0
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One trained step. Figures are None where the step had nothing to average; `at_s` is UTC seconds of its record."""
+
+    step: int
+    version: int
+    at_s: float
+    metrics: dict[str, float | None]
+    reward: float | None
+    response_length: float | None
+    staleness_mean: float | None
+    staleness_max: float | None
+
+
+@dataclass(frozen=True)
+class LiveStatus:
+    """A run as etcd has it. `claims` counts trajectories by state, `in_flight` groups with a claim, `incoming` rows
+    by table that are durable and not committed yet, `leaders` the worker of each role."""
+
+    run: str
+    generation: int
+    head: TrainerHead | None
+    weights: WeightsHead | None
+    drawn: int
+    claims: dict[str, int]
+    in_flight: int
+    incoming: dict[str, int]
+    leaders: dict[str, str]
+    workers: tuple[WorkerView, ...]
+    progress: TrainerProgress | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """`live` is None when no etcd of this run answers: the run has ended, or runs where its etcd cannot be reached."""
+
+    run: str
+    store: str
+    max_steps: int
+    live: LiveStatus | None
+    why_not_live: str
+    last: StepRow | None
+    statuses: dict[str, int] = field(default_factory=dict)
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+
+
+def mean(values: Sequence[float]) -> float:
+    return fmean(values)
+
+
+def run_status(store: StoreView, endpoints: list[str]) -> RunStatus:
+    """`endpoints` empty: those of the run's config, else of the etcd that `laminar run` started here. Blocks."""
+    live, why = None, "no etcd address is known; give --etcd HOST:PORT"
+    for endpoint in [endpoints] if endpoints else known_endpoints(store):
+        live, why = asyncio.run(_try_live(store, endpoint))
+        if live is not None:
+            break
+    rows = step_rows(store)
+    counted = store.query(
+        "select status, finish_reason, count(*) as n from experience group by all order by n desc"
+    ).to_pylist()
+    statuses: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    for row in counted:
+        statuses[row["status"]] += row["n"]
+        reasons[row["finish_reason"]] += row["n"]
+    return RunStatus(
+        run=store.run.run,
+        store=store.root,
+        max_steps=int(store.run.config.get("run", {}).get("max_steps", 0)),
+        live=live,
+        why_not_live=why if live is None else "",
+        last=rows[-1] if rows else None,
+        statuses=dict(statuses),
+        finish_reasons=dict(reasons),
+    )
+
+
+def known_endpoints(store: StoreView) -> list[list[str]]:
+    """Where this run's etcd may listen, best first."""
+    configured = store.run.config.get("coordination", {}).get("endpoints") or []
+    known = [list(configured)] if configured else []
+    path = Path(store.root) / "etcd" / "endpoint"
+    if store.local and path.is_file():
+        known.append([path.read_text(encoding="utf-8").strip()])
+    return known
+
+
+def reachable_endpoints(store: StoreView) -> list[str]:
+    """The first of the known addresses at which something listens; empty if there is none. Blocks."""
+    for endpoints in known_endpoints(store):
+        if asyncio.run(_any_listens(endpoints)):
+            return endpoints
+    return []
+
+
+async def _try_live(store: StoreView, endpoints: list[str]) -> tuple[LiveStatus | None, str]:
+    """The live status, or why there is none. An endpoint file outlives its etcd, so a cheap probe comes first."""
+    where = ", ".join(endpoints)
+    if not await _any_listens(endpoints):
+        return None, f"nothing listens at {where}"
+    from laminar.buffer.etcd import EtcdCoordination
+
+    coordination = EtcdCoordination(endpoints)
+    try:
+        async with asyncio.timeout(LIVE_DEADLINE_S):
+            return await read_live(coordination, store.run.run, store.run.store_id), ""
+    except TimeoutError:
+        return None, f"etcd at {where} did not answer within {LIVE_DEADLINE_S:.0f} s"
+    except (CoordinationUnavailable, StoreError) as e:
+        return None, str(e)
+    finally:
+        await coordination.close()
+
+
+async def _any_listens(endpoints: list[str]) -> bool:
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), PROBE_S)
+        except (OSError, TimeoutError):
+            continue
+        except ValueError as e:
+            raise CoordinationError(f"{endpoint!r} is not an etcd address of the form HOST:PORT") from e
+        writer.close()
+        return True
+    return False
+
+
+async def read_live(coordination: Coordination, run: str, store_id: str = "") -> LiveStatus:
+    """Read a run's state from etcd. Raises StoreError if etcd knows no such run, or knows it for another store."""
+    kv = await coordination.get(Keys(run).manifest)
+    if kv is None:
+        raise StoreError(f"etcd knows no run {run!r}")
+    manifest = RunManifest.parse(kv.value)
+    if store_id and manifest.store_id != store_id:
+        raise StoreError(
+            f"etcd knows run {run!r} with the store {manifest.store} (id {manifest.store_id}), not with this one (id "
+            f"{store_id}): another run took the name or the port"
+        )
+    return await read_state(coordination, Keys(run, manifest.generation))
+
+
+async def read_state(coordination: Coordination, keys: Keys) -> LiveStatus:
+    """One snapshot of everything under the run's prefix but the batches; small for a run of a few workers."""
+    listed = [
+        (await coordination.range(prefix)).items
+        for prefix in (keys.claims, keys.workers_root, keys.loads_root, keys.incoming_root, f"{keys.prefix}leaders/")
+    ]
+    claims, workers, loads, incoming, leaders = listed
+    single = {key: await coordination.get(key) for key in (keys.cursor, keys.trainer, keys.weights)}
+    cursor, trainer, weights = (single[key] for key in (keys.cursor, keys.trainer, keys.weights))
+    progress = [TrainerProgress.parse(kv.value) for kv in loads if _kind_of(kv.key) == "trainer"]
+    rows: Counter[str] = Counter()
+    for kv in incoming:
+        segment = Incoming.parse(kv.value)
+        rows[segment.table] += segment.rows
+    return LiveStatus(
+        run=keys.run,
+        generation=keys.generation,
+        head=TrainerHead.parse(trainer.value) if trainer else None,
+        weights=WeightsHead.parse(weights.value) if weights else None,
+        drawn=Cursor.parse(cursor.value).next if cursor else 0,
+        claims=dict(Counter(Claim.parse(kv.value).state for kv in claims)),
+        in_flight=len({parse_trajectory(kv.key)[0] for kv in claims}),
+        incoming=dict(rows),
+        leaders={kv.key.rsplit("/", 1)[-1]: LeaderRecord.parse(kv.value).worker for kv in leaders},
+        workers=_worker_views(workers, loads),
+        progress=progress[0] if progress else None,
+    )
+
+
+def _kind_of(key: str) -> str:
+    return key.rsplit("/", 2)[-2]
+
+
+def _worker_views(workers: Sequence[KeyValue], loads: Sequence[KeyValue]) -> tuple[WorkerView, ...]:
+    load_of = {kv.key.rsplit("/", 1)[-1]: kv.value for kv in loads}
+    return tuple(_worker_view(WorkerRecord.parse(kv.value), load_of.get(kv.key.rsplit("/", 1)[-1])) for kv in workers)
+
+
+def _worker_view(record: WorkerRecord, load: str | None) -> WorkerView:
+    if load is None:
+        return WorkerView(record.id, record.kind, activity="starting" if record.kind in ("rollout", "trainer") else "")
+    if record.kind == "trainer":
+        progress = TrainerProgress.parse(load)
+        return WorkerView(record.id, record.kind, version=progress.step, activity=progress.activity)
+    if record.kind != "rollout":
+        return WorkerView(record.id, record.kind)
+    report = Load.parse(load)
+    return WorkerView(
+        record.id,
+        record.kind,
+        version=report.version,
+        running=report.running,
+        waiting=report.waiting,
+        kv_share=report.kv_tokens / report.kv_capacity if report.kv_capacity else None,
+        tokens_per_s=report.decode_tokens_per_s,
+        draining=report.draining,
+    )
+
+
+def to_snapshot(
+    live: LiveStatus,
+    *,
+    max_steps: int,
+    elapsed_s: float,
+    recent_rewards: Sequence[float] = (),
+    events: Sequence[Event] = (),
+) -> Snapshot:
+    """The display's view of a live status. `recent_rewards`: of the last steps, newest last."""
+    metrics = live.progress.metrics if live.progress else {}
+    head = live.head
+    rates = [worker.tokens_per_s for worker in live.workers if worker.tokens_per_s is not None]
+    last_ten = list(recent_rewards)[-10:]
+    consumed = head.consumed_groups if head else 0
+    return Snapshot(
+        run=live.run,
+        step=head.step if head else 0,
+        max_steps=max_steps,
+        elapsed_s=elapsed_s,
+        reward=last_ten[-1] if last_ten else metrics.get("reward_mean"),
+        reward_mean_10=mean(last_ten) if last_ten else None,
+        staleness_mean=metrics.get("staleness_mean"),
+        staleness_max=metrics.get("staleness_max"),
+        tokens_per_s=sum(rates) if rates else None,
+        drawn=live.drawn,
+        consumed=consumed,
+        complete=max(0, live.drawn - consumed - live.in_flight),
+        in_flight=live.in_flight,
+        workers=live.workers,
+        events=tuple(events),
+    )
+
+
+def step_rows(store: StoreView) -> list[StepRow]:
+    """One row a trained step, by step. What the metrics do not name is taken from the rows that the step trained on."""
+    rows = store.query(
+        """
+        select m.step, m.version, epoch_us(m.at) / 1e6 as at_s, m.metrics,
+               t.reward, t.length, t.staleness_mean, t.staleness_max
+        from step_metrics m left join (
+            select s.step, avg(e.reward) as reward, avg(len(e.token_ids)) as length,
+                   avg(s.staleness) as staleness_mean, max(s.staleness) as staleness_max
+            from steps s join experience e on s."group" = e."group" and s.sample = e.sample group by s.step
+        ) t on m.step = t.step
+        order by m.step
+        """
+    ).to_pylist()
+    result = []
+    for row in rows:
+        metrics = _metrics(row["metrics"])
+        pick = {
+            name: metrics.get(metric) if metrics.get(metric) is not None else row[column]
+            for name, metric, column in (
+                ("reward", "reward_mean", "reward"),
+                ("response_length", "response_length_mean", "length"),
+                ("staleness_mean", "staleness_mean", "staleness_mean"),
+                ("staleness_max", "staleness_max", "staleness_max"),
+            )
+        }
+        result.append(StepRow(row["step"], row["version"], row["at_s"], metrics, **pick))
+    return result
+
+
+def _metrics(text: str) -> dict[str, float | None]:
+    """Numbers by name; what is not finite counts as not measured."""
+    values = json.loads(text)
+    return {name: v if v is None or math.isfinite(v) else None for name, v in values.items()}

@@ -1,0 +1,139 @@
+"""A small finished run, as its processes would have left it: shared by the tests of what looks at stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from laminar.buffer.records import BatchDecision
+from laminar.buffer.schema import EVALUATION, EXPERIENCE, PROMPTS, STEP_METRICS, STEPS
+
+SAMPLES, STEPS_DONE, START_US = 4, 12, 1_780_000_000_000_000
+WORDS = ["<unk>", "what", "is", "two", "plus", "answer", "four", "tool", "says", "five", "done"]
+
+
+@pytest.fixture
+def make_store(tmp_path: Path) -> Callable[..., Path]:
+    """`make_store(name, tables=True)`: a store of 13 groups of 4: two retired, one of them without signal; 12 steps."""
+
+    def make(name: str = "my-run", *, tables: bool = True, model_folder: str = "") -> Path:
+        root = tmp_path / "runs" / name
+        root.mkdir(parents=True)
+        write_manifest(root, name, model_folder or str(write_tokenizer(tmp_path / "model")))
+        if tables:
+            write_tables(root)
+        return root
+
+    return make
+
+
+def write_manifest(root: Path, name: str, model_folder: str) -> None:
+    from laminar.buffer.manifest import Fingerprints, RunFile
+
+    config = {"run": {"name": name, "max_steps": STEPS_DONE}, "model": {"path": model_folder}}
+    prints = Fingerprints(model="a", tokenizer="b", template="c", prompts="d", held_out="e")
+    run = RunFile(
+        run=name,
+        store_id="0123456789abcdef",
+        created_at_us=START_US,
+        config=config,
+        model_folder=model_folder,
+        prompts=20,
+        held_out=2,
+        fingerprints=prints,
+    )
+    (root / "run.json").write_text(run.model_dump_json())
+
+
+def write_tokenizer(folder: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def experience_row(group: int, sample: int) -> dict[str, Any]:
+    """Group 12 was retired with errors; group 11 without signal; the rest have rewards that rise with the group.
+    Sample 3 of each group used a tool: token 2 and 3 are the environment's, and its second turn had another owner."""
+    failed, tool = group == 12, sample == 3
+    tokens = [5, 6, 7, 8, 5, 9] if tool else [5, 6, 10][: 1 + (group + sample) % 3]
+    mask = [True, True, False, False, True, True] if tool else [True] * len(tokens)
+    return {
+        "group": group,
+        "sample": sample,
+        "prompt_index": 19 - group,
+        "epoch": 0,
+        "prompt_ids": [1, 2, 3, 4, 3],
+        "token_ids": tokens,
+        "policy_mask": mask,
+        "logprobs": [-0.5 if policy else 0.0 for policy in mask],
+        "span_start": [0, 4] if tool else [0],
+        "span_version": [max(0, group - 1)] * (2 if tool else 1),
+        "span_worker": ["rollout-a-1-aa", "rollout-b-2-bb"] if tool else ["rollout-a-1-aa"],
+        "span_digest": ["d00d", "d00d"] if tool else ["d00d"],
+        "version": max(0, group - 1),
+        "turns": 2 if tool else 1,
+        "finish_reason": "error" if failed else ("length" if sample == 0 else "stop"),
+        "status": "reward_timeout" if failed else "ok",
+        "error": "the judge took more than 30 s" if failed else None,
+        "reward": None if failed else (1.0 if group == 11 else min(1.0, group * 0.05 + sample * 0.1)),
+        "reward_parts": json.dumps({"exact": 0.75, "format": 1.0}),
+        "text": "answer four",
+        "metadata": "{}",
+        "started_at": START_US + group * 1_000_000,
+        "finished_at": START_US + group * 1_000_000 + 500_000,
+        "attempts": 3 if failed else 0,
+        "commit_seq": group * SAMPLES + sample,
+    }
+
+
+def write_tables(root: Path) -> None:
+    lance = pytest.importorskip("lance")
+    experience = [experience_row(group, sample) for group in range(13) for sample in range(SAMPLES)]
+    trained = [row for row in experience if row["group"] < 11]
+    steps = [
+        {"step": row["group"], "group": row["group"], "sample": row["sample"], "advantage": row["sample"] - 1.5,
+         "staleness": row["group"] - row["version"], "tokens": len(row["token_ids"]), "mean_ratio": 1.0,
+         "clip_fraction": 0.0, "policy_loss": 0.1, "mean_logprob": -0.5, "commit_seq": i}
+        for i, row in enumerate(trained)
+    ]  # fmt: skip
+    metrics = [
+        {"step": step, "version": step + 1, "digest": "d00d", "at": START_US + step * 20_000_000, "commit_seq": step,
+         "metrics": json.dumps({"reward_mean": 0.1 + 0.05 * step, "response_length_mean": 12.0 + step % 3,
+                                "response_length_max": 20.0, "staleness_mean": 1.0, "staleness_max": 2.0,
+                                "entropy": None})}
+        for step in range(STEPS_DONE)
+    ]  # fmt: skip
+    evaluation = [
+        {"version": version, "mode": mode, "prompt_index": prompt, "sample": 0, "token_ids": [5, 6],
+         "finish_reason": "stop", "status": "ok", "reward": 0.2 + 0.04 * version, "text": "four", "digest": "d00d",
+         "at": START_US + version * 20_000_000, "commit_seq": version}
+        for version in (0, 6, 12) for mode in ("greedy", "sample") for prompt in (0, 1)
+    ]  # fmt: skip
+    prompts = [
+        {"prompt_index": i, "prompt": f"what is {i}", "answer": str(i), "environment": "", "metadata": "{}", "source": "t"}
+        for i in range(20)
+    ]
+    for name, schema, rows in (
+        ("experience", EXPERIENCE, experience),
+        ("steps", STEPS, steps),
+        ("step_metrics", STEP_METRICS, metrics),
+        ("evaluation", EVALUATION, evaluation),
+        ("prompts", PROMPTS, prompts),
+    ):
+        lance.write_dataset(pa.Table.from_pylist(rows, schema=schema), str(root / f"{name}.lance"))
+    (root / "batches").mkdir()
+    for step in range(STEPS_DONE):
+        retired = {} if step < 11 else {11: "no_signal", 12: "error"}
+        decision = BatchDecision(
+            step=step, file="-", sha256="-", trained=[] if retired else [step], retired=retired, decided_by="trainer"
+        )
+        (root / "batches" / f"{step:09d}.json").write_text(decision.dump())

@@ -103,9 +103,11 @@ def run(
     `laminar run config.toml --set trainer.learning_rate=2e-5 --set run.name=warm`
     """
     from laminar.config import load_config_with
+
+    # Before the import of what runs it: a mistake in the config is told in a fraction of a second.
+    parsed, text = load_config_with(config, set_ or [])
     from laminar.workers.local import run as run_local
 
-    parsed, text = load_config_with(config, set_ or [])
     raise typer.Exit(run_local(parsed, text=text, dry_run=dry_run, plain=plain))
 
 

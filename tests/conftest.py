@@ -119,9 +119,10 @@ def write_tables(root: Path) -> None:
         for version in (0, 6, 12) for mode in ("greedy", "sample") for prompt in (0, 1)
     ]  # fmt: skip
     prompts = [
-        {"prompt_index": i, "prompt": f"what is {i}", "answer": str(i), "environment": "", "metadata": "{}", "source": "t"}
+        {"prompt_index": i, "prompt": f"what is {i}", "answer": str(i), "environment": "", "metadata": "{}",
+         "source": "t"}
         for i in range(20)
-    ]
+    ]  # fmt: skip
     for name, schema, rows in (
         ("experience", EXPERIENCE, experience),
         ("steps", STEPS, steps),

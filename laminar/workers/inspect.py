@@ -13,6 +13,7 @@ import asyncio
 import difflib
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +31,13 @@ from laminar.errors import ConfigError, StoreError
 
 RUNS = Path("runs")
 QUERYABLE = {**TABLES, "prompts": PROMPTS}
+RESERVED = re.compile(r'(?<!")\b(group(?!\s+by)|at)\b(?!")', re.IGNORECASE)
+"""Columns whose names are words of DuckDB's SQL, unquoted."""
 UNREADABLE = (
     "a power cut can leave an unreadable newest manifest, which the run's committer sets aside when the run is started "
     "again"
 )
-LIST_COLUMNS = (
-    '"group", sample, version, reward, status, finish_reason, len(token_ids) as tokens, turns, '
-    "commit_seq, finished_at"
-)
+LIST_COLUMNS = '"group", sample, version, reward, status, finish_reason, len(token_ids) as tokens, turns, finished_at'
 
 
 def resolve_target(target: str | None) -> str:
@@ -165,8 +165,10 @@ def explained(sql: str) -> Iterator[None]:
     except duckdb.Error as e:
         message = str(e).strip()
         hint = ""
-        if "group" in sql.lower() and "syntax error" in message:
-            hint = '\n`group` is a word of SQL: write the column as "group", in double quotes'
+        reserved = RESERVED.search(sql)
+        if reserved and "syntax error" in message:
+            word = reserved.group()
+            hint = f'\n`{word}` is a word of SQL: write the column as "{word}", in double quotes'
         elif "does not exist" in message:
             hint = f"\ntables: {', '.join(QUERYABLE)}"
         raise ConfigError(f"the query does not run: {message}{hint}") from e
@@ -180,7 +182,7 @@ def open_store(target: str | None) -> StoreView:
 
 def list_experience(store: StoreView, *, limit: int, where: str = "") -> pa.Table:
     """The newest `limit` committed trajectories, newest first: group, sample, version, reward, status,
-    finish_reason, tokens (int64, everything after the first prompt), turns, commit_seq, finished_at.
+    finish_reason, tokens (int64, everything after the first prompt), turns, finished_at.
 
     `where` is a condition in DuckDB's SQL over the columns of `experience`.
     """

@@ -67,9 +67,7 @@ class MetricSinks:
     a sink that was asked for is not installed.
     """
 
-    def __init__(
-        self, store_root: str, logging_config: LoggingConfig, *, run: str = "", run_id: str = ""
-    ) -> None:
+    def __init__(self, store_root: str, logging_config: LoggingConfig, *, run: str = "", run_id: str = "") -> None:
         name = run or store_root.rstrip("/").rsplit("/", 1)[-1]
         makers: dict[str, Callable[[], Sink]] = {}
         if logging_config.tensorboard and "://" not in store_root:

@@ -32,7 +32,7 @@ class EvaluationPoint:
 def evaluation_points(store: StoreView) -> list[EvaluationPoint]:
     rows = store.query(
         """
-        select version, mode, max(epoch_us(at)) / 1e6 as at_s, avg(reward) as reward, count(reward) as samples
+        select version, mode, max(epoch_us("at")) / 1e6 as at_s, avg(reward) as reward, count(reward) as samples
         from evaluation where reward is not null group by version, mode order by mode, version
         """
     ).to_pylist()
@@ -87,7 +87,7 @@ def _reward(axis: Any, x: Sequence[float], rows: Sequence[StepRow]) -> None:
     rewards = [row.reward for row in rows]
     axis.plot(x, _series(rewards), ".", color=SOFT, markersize=5, label="step")
     axis.plot(x, _series(running_mean(rewards)), color=ACCENT, linewidth=2, label=f"mean of {RUNNING_MEAN} steps")
-    axis.set_title("reward")
+    axis.set_title("reward", loc="left", color=INK)
 
 
 def _evaluations(axis: Any, points: Sequence[EvaluationPoint], x_of: Any) -> None:
@@ -114,14 +114,14 @@ def _lengths(axis: Any, x: Sequence[float], rows: Sequence[StepRow]) -> None:
     axis.plot(x, _series(lengths), ".", color=SOFT, markersize=4, label="step's mean")
     axis.plot(x, _series(running_mean(lengths)), color=ACCENT, linewidth=2, label=f"mean of {RUNNING_MEAN} steps")
     axis.set_ylim(bottom=0)
-    axis.set_title("response length, tokens")
+    axis.set_title("response length, tokens", loc="left", color=INK)
 
 
 def _staleness(axis: Any, x: Sequence[float], rows: Sequence[StepRow]) -> None:
     axis.step(x, _series([row.staleness_max for row in rows]), where="mid", color=SOFT, linewidth=1, label="largest")
     axis.plot(x, _series([row.staleness_mean for row in rows]), color=ACCENT, linewidth=2, label="step's mean")
     axis.set_ylim(bottom=0)
-    axis.set_title("staleness, versions")
+    axis.set_title("staleness, versions", loc="left", color=INK)
 
 
 def _finish(axes: Any) -> None:
@@ -133,6 +133,8 @@ def _finish(axes: Any) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(colors=INK, labelleft=True)
         axis.margins(x=0.02)
+    for axis in axes[:, 2]:
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in axes[0]:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(frameon=False, fontsize=8, labelcolor=INK)

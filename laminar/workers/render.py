@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -23,15 +25,38 @@ TOKENS_SHOWN = 40
 
 def table(rows: pa.Table, *, limit: int) -> RenderableType:
     """The first `limit` rows, and a line that says how many more there are."""
-    grid = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
-    for column in rows.schema:
-        numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-        grid.add_column(column.name, justify="right" if numeric else "left", no_wrap=True)
-    for row in rows.slice(0, limit).to_pylist():
-        grid.add_row(*(Text(cell(value)) for value in row.values()))
     more = rows.num_rows - limit
     footer = f"… {more} more rows; raise --limit, or `laminar experience export`" if more > 0 else ""
-    return Group(grid, Text(footer or f"{rows.num_rows} rows", style="dim"))
+    return Group(_Rows(rows.slice(0, limit)), Text(footer or f"{rows.num_rows} rows", style="dim"))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A row a line where that fits the console's width, else a column a line: cut headings help nobody."""
+
+    rows: pa.Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        grid = self._grid()
+        needed = Measurement.get(console, options.update(width=100_000), grid).maximum
+        if needed <= options.max_width:
+            yield grid
+            return
+        for number_of, row in enumerate(self.rows.to_pylist()):
+            yield Text(f"row {number_of}", style="bold")
+            fields = Table.grid(padding=(0, 2))
+            for name, value in row.items():
+                fields.add_row(Text(name, style="dim"), Text(cell(value)))
+            yield fields
+
+    def _grid(self) -> Table:
+        grid = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
+        for column in self.rows.schema:
+            numeric = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+            grid.add_column(column.name, justify="right" if numeric else "left", no_wrap=True)
+        for row in self.rows.to_pylist():
+            grid.add_row(*(Text(cell(value)) for value in row.values()))
+        return grid
 
 
 def cell(value: Any) -> str:
@@ -40,7 +65,7 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, datetime):
-        return value.isoformat(sep=" ", timespec="seconds")
+        return value.strftime("%Y-%m-%d %H:%M:%S")
     text = (json.dumps(value, default=str) if isinstance(value, list) else str(value)).replace("\n", "⏎")
     return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
 

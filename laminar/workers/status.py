@@ -276,7 +276,7 @@ def step_rows(store: StoreView) -> list[StepRow]:
     """One row a trained step, by step. What the metrics do not name is taken from the rows that the step trained on."""
     rows = store.query(
         """
-        select m.step, m.version, epoch_us(m.at) / 1e6 as at_s, m.metrics,
+        select m.step, m.version, epoch_us(m."at") / 1e6 as at_s, m.metrics,
                t.reward, t.length, t.staleness_mean, t.staleness_max
         from step_metrics m left join (
             select s.step, avg(e.reward) as reward, avg(len(e.token_ids)) as length,

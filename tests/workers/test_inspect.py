@@ -1,18 +1,20 @@
-"""Questions to a store: what was generated, by whom, how it was trained on, and what is said when there is no answer."""
+"""Questions to a store: what was generated, by whom, how it was trained on; what is said when there is no answer."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 
 from laminar.errors import ConfigError, StoreError
 from laminar.workers.export import export_table
-from laminar.workers.inspect import list_experience, open_store, resolve_target, show_trajectory
+from laminar.workers.inspect import TrajectoryView, list_experience, open_store, resolve_target, show_trajectory
 from laminar.workers.render import trajectory
 from laminar.workers.status import run_status, step_rows
 from laminar.workers.summary import collect, summary
@@ -89,6 +91,7 @@ class TestQuestions:
         ("sql", "said"),
         [
             ("select group from experience", 'write the column as "group"'),
+            ("select max(at) from step_metrics", 'write the column as "at"'),
             ("select nope from experience", "nope"),
             ("select * from experiences", "tables: experience, steps"),
         ],
@@ -130,11 +133,9 @@ class TestOneTrajectory:
             show_trajectory(store, 99, 0)
 
 
-def printed(view: object) -> str:
-    from rich.console import Console
-
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(trajectory(view))  # type: ignore[arg-type]
+def printed(view: TrajectoryView) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(trajectory(view))
     return console.export_text()
 
 

@@ -29,8 +29,11 @@ class Keys:
         self.inbox_root = f"{self.prefix}inbox/"
         self.incoming_root = f"{self.prefix}incoming/"
         self.batches = f"{self.prefix}batches/"
+        self.closings = f"{self.prefix}closings/"
         self.trainer = f"{self.prefix}trainer"
         self.weights = f"{self.prefix}weights"
+        self.evaluations = f"{self.prefix}evaluations/"
+        self.evaluation_claims = f"{self.prefix}claims-eval/"
         self.retain = f"{self.prefix}retain"
         self.chain = f"{self.prefix}chain"
         self.workers_root = f"{self.prefix}workers/"
@@ -69,7 +72,11 @@ class Keys:
         return f"{self.prefix}tables/{table}"
 
     def batch(self, step: int) -> str:
-        return f"{self.batches}{step:012d}"
+        return f"{self.batches}{step_name(step)}"
+
+
+def step_name(step: int) -> str:
+    return f"{step:012d}"
 
 
 def trajectory_name(group: int, sample: int) -> str:

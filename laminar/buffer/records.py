@@ -42,8 +42,10 @@ class Claim(Record):
     term: int
     version: int
     state: ClaimState
-    source: Source | None
-    """None until the first owner has flushed anything."""
+    source: Source
+    """Set by the first owner and by each one that has copied the rows; a log without rows of it means: nothing yet."""
+    progress: int = 0
+    """Durable tokens when the source was last set: more of them at the next change of owner forgive the deaths."""
     attempts: int = 0
     deaths: int = 0
     last_error: str = ""
@@ -97,6 +99,8 @@ class Incoming(Record):
     path: str
     rows: int
     worker: str
+    trajectories: list[str] = []
+    """Names of the trajectories in it (experience only), so that none is lost if the segment turns out unreadable."""
 
 
 class Intent(Record):
@@ -127,11 +131,17 @@ class BatchDecision(Record):
 class TrainerHead(Record):
     """`decided` batches exist; `step` of them are trained and recorded; `checkpoint` is the newest checkpoint's version."""
 
+    # Raised with a decision only. `to_retire` counts complete groups that can never be trained on (no signal, error)
+    # and wait for the next decision: admission counts them as consumed, else the last steps could starve.
+
     step: int
     decided: int
     checkpoint: int
     consumed_groups: int
+    to_retire: int = 0
     state: Literal["running", "done", "failed"]
+    initial: bool = False
+    """Version 0 has its row in `step_metrics`."""
     reason: str = ""
 
 
@@ -141,6 +151,13 @@ class WeightsHead(Record):
     layout_digest: str
     bytes: int
     master: str
+
+
+class EvaluationRequest(Record):
+    """`evaluations/<version>`: evaluate this version on the held-out prompts; deleted when its rows are registered."""
+
+    version: int
+    digest: str
 
 
 class Retain(Record):

@@ -1,0 +1,196 @@
+"""Moves durable incoming segments into the committed tables: the one committer's state machine.
+
+    idle ──intent──▶ announced ──table commit──▶ committed ──unregister──▶ idle
+          (etcd: target V+1, key, segments)      (Lance)     (etcd: head, incoming keys deleted)
+
+The intent is written under the committer's leadership before the table is touched, and names the version that
+the commit will have. A successor resolves what it finds (`resolve`): the key is in the table's history ->
+unregister; the target is still free -> commit the same rows under the same key; the target was taken by something
+else -> the intent is void. So rows enter a table exactly once, whichever instant a committer dies at.
+`commit_seq` numbers rows from the head's row count on, in the intent's order: a repeated commit gives equal rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import pyarrow as pa
+
+from laminar.buffer.coordination import Coordination, Delete, KeyValue, Operation, Put, Transaction, absent, unchanged
+from laminar.buffer.keys import Keys, parse_trajectory
+from laminar.buffer.ledger import Ledger
+from laminar.buffer.records import Claim, Incoming, Intent, Source, TableHead
+from laminar.buffer.segments import read_segment
+from laminar.buffer.session import transact_or_read_back
+from laminar.buffer.storage import Storage
+from laminar.buffer.table import Table, TargetTaken
+from laminar.errors import CorruptSegment, Fenced
+
+log = logging.getLogger(__name__)
+
+MAX_SEGMENTS = 100
+COMPACT_EVERY = 200
+KEEP_VERSIONS = 20
+
+
+class Resolution(Enum):
+    UNREGISTER = "its key is in the table's history"
+    COMMIT = "its target is still free"
+    VOID = "its target was taken by something else"
+
+
+def resolve(intent: Intent, found_at: int | None, table_version: int) -> Resolution:
+    """What a committer must do about an announced commit, from the table alone."""
+    if found_at is not None:
+        return Resolution.UNREGISTER
+    return Resolution.COMMIT if table_version < intent.target else Resolution.VOID
+
+
+@dataclass(frozen=True)
+class Registered:
+    id: str
+    kv: KeyValue
+    incoming: Incoming
+
+
+class TableCommitter:
+    """Commits one table's incoming segments. `ledger.actor` is the committer's leadership."""
+
+    def __init__(
+        self, name: str, schema: pa.Schema, table: Table, coordination: Coordination, keys: Keys, ledger: Ledger,
+        storage: Storage,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self.schema = schema
+        self.table = table
+        self.coordination = coordination
+        self.keys = keys
+        self.ledger = ledger
+        self.storage = storage
+        self.commits_since_compaction = 0
+        self.compactions = 0
+
+    async def head(self) -> tuple[TableHead, KeyValue | None]:
+        kv = await self.coordination.get(self.keys.head(self.name))
+        return (TableHead.parse(kv.value) if kv else TableHead(lance_version=0, rows=0)), kv
+
+    async def registered(self) -> list[Registered]:
+        """Oldest first (by registration)."""
+        prefix = self.keys.incoming_table(self.name)
+        snapshot = await self.coordination.range(prefix)
+        kvs = sorted(snapshot.items, key=lambda kv: kv.create_revision)
+        return [Registered(kv.key[len(prefix) :], kv, Incoming.parse(kv.value)) for kv in kvs]
+
+    async def run_once(self) -> int:
+        """Resolve what is announced, then commit one batch of segments. Rows committed (0: nothing to do)."""
+        head, kv = await self.head()
+        waiting = await self.registered()
+        if head.committing is not None:
+            return await self._finish_announced(head, kv, waiting)
+        if not waiting:
+            return 0
+        if self.commits_since_compaction >= COMPACT_EVERY:
+            await self._compact(head, kv)
+            head, kv = await self.head()
+        batch = await self._readable(waiting[:MAX_SEGMENTS])
+        if not batch:
+            return 0
+        intent = Intent(
+            target=await self.table.version() + 1, key=f"{self.ledger.nonce()}", segments=[r.id for r in batch]
+        )
+        announced = head.model_copy(update={"committing": intent})
+        await self._put_head(announced, kv)
+        head, kv = await self.head()
+        return await self._finish_announced(head, kv, waiting)
+
+    async def _put_head(self, head: TableHead, kv: KeyValue | None, *also: Operation) -> None:
+        key = self.keys.head(self.name)
+        transaction = Transaction(
+            (self.ledger.actor.guard(), unchanged(kv) if kv else absent(key)), (Put(key, head.dump()), *also)
+        )
+
+        async def committed() -> bool:
+            now = await self.coordination.get(key)
+            return now is not None and now.value == head.dump()
+
+        if not await transact_or_read_back(self.coordination, transaction, committed=committed):
+            await self.ledger.check_fence()
+            raise Fenced(f"the head of table {self.name!r} was changed by somebody else; this committer stands back")
+
+    async def _finish_announced(self, head: TableHead, kv: KeyValue | None, waiting: Sequence[Registered]) -> int:
+        intent = head.committing
+        assert intent is not None
+        found = await self.table.find(intent.key)
+        decision = resolve(intent, found, await self.table.version())
+        if decision is Resolution.COMMIT:
+            by_id = {r.id: r for r in waiting}
+            rows = await self._rows([by_id[s] for s in intent.segments], head.rows)
+            await self.ledger.check_fence()
+            try:
+                found = await self.table.commit(rows, target=intent.target, key=intent.key)
+                self.commits_since_compaction += 1
+            except TargetTaken:
+                found = await self.table.find(intent.key)
+                decision = resolve(intent, found, await self.table.version())
+        if found is None:
+            log.warning("table %s: the announced commit %s is void (%s)", self.name, intent.key, decision.value)
+            await self._put_head(head.model_copy(update={"committing": None}), kv)
+            return 0
+        by_id = {r.id: r for r in waiting}
+        count = sum(by_id[s].incoming.rows for s in intent.segments)
+        await self._put_head(
+            TableHead(lance_version=found, rows=head.rows + count),
+            kv,
+            *(Delete(self.keys.incoming(self.name, s)) for s in intent.segments),
+        )
+        for segment in intent.segments:
+            await self.storage.delete(by_id[segment].incoming.path)
+        return count
+
+    async def _rows(self, segments: Sequence[Registered], first_seq: int) -> pa.Table:
+        batches: list[pa.RecordBatch] = []
+        for segment in segments:
+            batches += await self._read(segment)
+        rows = pa.Table.from_batches(batches, schema=self.schema)
+        seq = pa.array(range(first_seq, first_seq + rows.num_rows), pa.int64())
+        return rows.set_column(self.schema.get_field_index("commit_seq"), self.schema.field("commit_seq"), seq)
+
+    async def _read(self, segment: Registered) -> list[pa.RecordBatch]:
+        contents = read_segment(await self.storage.read(segment.incoming.path), self.schema)
+        rows = sum(b.num_rows for b in contents.batches)
+        if contents.torn_at is not None or rows != segment.incoming.rows:
+            raise CorruptSegment(f"{segment.incoming.path} holds {rows} of {segment.incoming.rows} registered rows")
+        return list(contents.batches)
+
+    async def _readable(self, segments: Sequence[Registered]) -> list[Registered]:
+        """Those that can be read; the trajectories of the others are issued again."""
+        good: list[Registered] = []
+        for segment in segments:
+            try:
+                await self._read(segment)
+                good.append(segment)
+            except CorruptSegment as e:
+                log.error("table %s: %s; its trajectories are generated again", self.name, e)
+                await self._reissue(segment)
+        return good
+
+    async def _reissue(self, segment: Registered) -> None:
+        claim = Claim(owner="", term=1, version=0, state="waiting", source=Source(worker="lost", term=0))
+        puts: list[Operation] = [
+            Put(self.keys.claim(*parse_trajectory(name)), claim.dump()) for name in segment.incoming.trajectories
+        ]
+        await self.coordination.transact(
+            Transaction((self.ledger.actor.guard(), unchanged(segment.kv)), (Delete(segment.kv.key), *puts))
+        )
+
+    async def _compact(self, head: TableHead, kv: KeyValue | None) -> None:
+        """Compaction rewrites no row, so a late one by a replaced committer does no harm; only the intent that it
+        overtakes becomes void and is announced anew."""
+        version = await self.table.compact(keep=KEEP_VERSIONS)
+        await self._put_head(head.model_copy(update={"lance_version": version}), kv)
+        self.commits_since_compaction = 0
+        self.compactions += 1
+        log.info("table %s: compacted at version %d", self.name, version)

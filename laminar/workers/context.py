@@ -1,0 +1,111 @@
+"""What every worker holds: its identity, its lease, the store, and the run's config."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from laminar.buffer.coordination import Coordination
+from laminar.buffer.etcd import EtcdCoordination
+from laminar.buffer.keys import Keys
+from laminar.buffer.ledger import Ledger
+from laminar.buffer.manifest import RunFile, read_run
+from laminar.buffer.records import RunManifest, WorkerRecord
+from laminar.buffer.session import Membership, Session
+from laminar.buffer.storage import Storage, open_storage
+from laminar.clock import Clock, SystemClock
+from laminar.config import Config, config_from
+from laminar.errors import LeaseLost, StoreError
+
+log = logging.getLogger(__name__)
+
+
+def boot_id(kind: str) -> str:
+    """`kind-host-pid-random`: new at each start, so that a restarted worker is a new worker."""
+    host = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:24]
+    return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that this process has joined: its manifest in etcd and its file in the store agree."""
+
+    coordination: Coordination
+    keys: Keys
+    storage: Storage
+    file: RunFile
+    config: Config
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Member:
+    """One life of a worker in a run, under one lease."""
+
+    run: Run
+    id: str
+    session: Session
+    membership: Membership
+    ledger: Ledger
+
+    async def until_lost(self) -> None:
+        """Raise LeaseLost when this worker's lease has ended."""
+        await self.session.lost.wait()
+        raise LeaseLost(f"{self.id} lost its lease: {self.session.reason}; what it held goes to others")
+
+
+async def join_run(endpoints: list[str], name: str, clock: Clock | None = None) -> Run:
+    """Connect to etcd, read the manifest, open the store and check that it is the one that the others see."""
+    coordination = EtcdCoordination(endpoints)
+    try:
+        return await open_run(coordination, name, clock or SystemClock())
+    except BaseException:
+        await coordination.close()
+        raise
+
+
+async def open_run(coordination: Coordination, name: str, clock: Clock, storage: Storage | None = None) -> Run:
+    kv = await coordination.get(Keys(name).manifest)
+    if kv is None:
+        raise StoreError(f"etcd knows no run {name!r} (no key {Keys(name).manifest}); start it with `laminar run CONFIG`")
+    manifest = RunManifest.parse(kv.value)
+    storage = storage or open_storage(manifest.store)
+    file = await read_run(storage)
+    if file.store_id != manifest.store_id:
+        raise StoreError(
+            f"the store at {manifest.store} has id {file.store_id}, the run's is {manifest.store_id}: this worker does "
+            "not see the same storage as the others; check its mounts"
+        )
+    keys = Keys(name, manifest.generation)
+    return Run(coordination, keys, storage, file, config_from(file.config, origin="run.json"), clock)
+
+
+@asynccontextmanager
+async def joined(run: Run, kind: str, *, endpoint: str = "", on_lost: Callable[[str], None] | None = None) -> AsyncIterator[Member]:
+    """Register as a worker for the time of the block; leaves at once (lease revoked) at its end."""
+    worker = boot_id(kind)
+    session = await Session.open(run.coordination, run.config.coordination.lease_ttl, on_lost=on_lost)
+    try:
+        record = WorkerRecord(
+            kind=kind,
+            id=worker,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            endpoint=endpoint,
+            started_at_us=run.clock.now_us(),
+        )
+        membership = await Membership.join(session, run.coordination, run.keys, record)
+        log.info("%s joined run %s", worker, run.keys.run)
+        yield Member(run, worker, session, membership, Ledger(run.coordination, run.keys, worker, membership))
+    finally:
+        try:
+            async with asyncio.timeout(5):
+                await session.close()
+        except TimeoutError:
+            log.warning("%s could not revoke its lease within 5 s; it expires by itself", worker)

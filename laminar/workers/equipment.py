@@ -1,0 +1,37 @@
+"""Starts what a rollout needs: engine, scoring processes, tokenizer, prompts. Checks that they fit together."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from laminar.buffer.prompts import PromptPool
+from laminar.workers.context import Run
+from laminar.workers.conversation import Conversation, load_tokenizer, stop_token_ids
+from laminar.workers.engines.base import Engine
+from laminar.workers.environments.host import EnvironmentHost
+from laminar.workers.rollout import Equipment
+
+
+async def equip(run: Run, engine: Engine) -> Equipment:
+    """Raises ConfigError or EngineError naming what does not start."""
+    config, folder = run.config, Path(run.file.model_folder)
+    host = EnvironmentHost(config.environment, config.reward, workers=config.reward.workers)
+    await host.start()
+    try:
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder)
+        pool = await PromptPool.open(run.storage.absolute("prompts.lance"))
+        held_out = await PromptPool.open(run.storage.absolute("held_out.lance")) if run.file.held_out else None
+        capacity = await engine.start()
+        return Equipment(
+            engine=engine,
+            capacity=capacity,
+            host=host,
+            conversation=Conversation(tokenizer, config.sampling.chat_template_options),
+            pool=pool,
+            held_out=held_out,
+            stop_token_ids=stop_token_ids(folder, tokenizer),
+        )
+    except BaseException:
+        await host.close()
+        raise

@@ -1,0 +1,189 @@
+"""The life of one trajectory in a rollout, from its first prompt to its reward.
+
+    generating ──engine──▶ acting ──environment──▶ generating …
+                             │ done, last turn, or length
+                             ▼
+                          scoring ──reward──▶ finished
+
+Each arrow is durable before the next begins: nobody generates past an end, or repeats a tool call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from laminar.buffer import claims
+from laminar.buffer.experience import Finished
+from laminar.buffer.ledger import Ledger
+from laminar.clock import Clock
+from laminar.config import Config
+from laminar.errors import EnvironmentFailure
+from laminar.workers.conversation import Conversation
+from laminar.workers.engines.base import Engine
+from laminar.workers.environments.base import Prompt, Score, Transcript
+from laminar.workers.environments.host import EnvironmentHost
+from laminar.workers.outbox import Flusher
+from laminar.workers.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which prompt a trajectory belongs to."""
+
+    epoch: int
+    prompt_index: int
+    prompt: Prompt
+
+
+@dataclass
+class Outcome:
+    status: str = "ok"
+    error: str = ""
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Lost(Exception):
+    """The claim went to somebody else: drop the trajectory without a trace."""
+
+
+class Generation:
+    """Runs trajectories; holds no state of its own between them."""
+
+    def __init__(
+        self, config: Config, engine: Engine, host: EnvironmentHost, conversation: Conversation, ledger: Ledger,
+        flusher: Flusher, clock: Clock, stop_token_ids: Sequence[int],
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.engine = engine
+        self.host = host
+        self.conversation = conversation
+        self.ledger = ledger
+        self.flusher = flusher
+        self.clock = clock
+        self.stop_token_ids = list(stop_token_ids)
+
+    async def run(self, t: Trajectory, where: Where) -> Finished:
+        """Generate to the end. Raises Lost when the claim is gone, EngineError when the engine is."""
+        failure: EnvironmentFailure | None = None
+        while True:
+            try:
+                outcome = await self._advance(t, where)
+                break
+            except EnvironmentFailure as e:
+                failure = e
+                claim = t.held.claim.model_copy(
+                    update={"attempts": t.held.claim.attempts + 1, "last_error": str(e)[:500]}
+                )
+                held = await self.ledger.update(t.held, claim)
+                if held is None:
+                    raise Lost(t.name) from e
+                t.held = held
+                log.warning("trajectory %s: %s (%s), attempt %d", t.name, e, e.status, claim.attempts)
+                if claims.exhausted(claim):
+                    outcome = Outcome(failure.status, str(failure))
+                    break
+        return self._finished(t, where, outcome)
+
+    async def _advance(self, t: Trajectory, where: Where) -> Outcome:
+        if not t.prompt_ids:
+            refusal = await self._begin(t, where)
+            if refusal is not None:
+                return refusal
+        while t.turn_state != "scoring":
+            if t.turn_state == "generating":
+                await self._generate(t)
+            else:
+                await self._act(t, where)
+            await self.flusher.durable()
+        return await self._score(t, where)
+
+    async def _begin(self, t: Trajectory, where: Where) -> Outcome | None:
+        turn = await self.host.reset(where.prompt)
+        prompt_ids = self.conversation.prompt_ids(turn.messages)
+        room = self.config.rollout.max_model_len - len(prompt_ids)
+        if room < 1:
+            return Outcome(
+                "prompt_too_long",
+                f"prompt {where.prompt_index} has {len(prompt_ids)} tokens, rollout.max_model_len is "
+                f"{self.config.rollout.max_model_len}",
+            )
+        t.begin(prompt_ids, turn.messages, turn.state, self.clock.now_us())
+        return None
+
+    def _budget(self, t: Trajectory) -> int:
+        room = self.config.rollout.max_model_len - len(t.prompt_ids) - len(t.token_ids)
+        return min(room, self.config.sampling.max_tokens - t.policy_tokens)
+
+    async def _generate(self, t: Trajectory) -> None:
+        budget = self._budget(t)
+        if budget <= 0:
+            t.generation_ended("length", self.clock.now_us())
+            return
+        reason: str | None = None
+        async for chunk in self.engine.generate(
+            f"{t.name}-{t.held.claim.term}-{t.turn}",
+            [*t.prompt_ids, *t.token_ids],
+            max_tokens=budget,
+            temperature=self.config.sampling.temperature,
+            stop_token_ids=self.stop_token_ids,
+        ):
+            t.policy_wrote(chunk.token_ids, chunk.logprobs, self.clock.now_us())
+            reason = chunk.finish_reason
+        if reason not in ("stop", "length"):
+            raise Lost(t.name)
+        t.generation_ended(reason, self.clock.now_us())
+
+    async def _act(self, t: Trajectory, where: Where) -> None:
+        """The environment's reply to a turn, if there is one; what ends the trajectory otherwise."""
+        reply = self.conversation.decode(t.turn_tokens())
+        now = self.clock.now_us
+        if t.finish_reason == "length":
+            t.ready_to_score("length", t.environment_state, reply, now())
+            return
+        if self.config.environment.max_turns == 1:
+            t.ready_to_score("stop", t.environment_state, reply, now())
+            return
+        turn = await self.host.step(where.prompt, t.environment_state, reply)
+        if turn.done:
+            t.ready_to_score("stop", turn.state, reply, now())
+        elif t.turn + 1 >= self.config.environment.max_turns:
+            t.ready_to_score("environment", turn.state, reply, now())
+        else:
+            ids = self.conversation.turn_ids(turn.messages)
+            t.environment_replied(ids, turn.messages, turn.state, reply, now())
+            if self._budget(t) <= 0:
+                t.ready_to_score("length", turn.state, "", now())
+
+    async def _score(self, t: Trajectory, where: Where) -> Outcome:
+        transcript = Transcript(
+            replies=[self.conversation.decode(r) for r in t.replies()],
+            messages=t.messages,
+            finish_reason=t.finish_reason or "stop",
+            state=t.environment_state,
+            tokens=t.policy_tokens,
+        )
+        score: Score = await self.host.score(where.prompt, transcript)
+        return Outcome(reward=score.reward, parts=dict(score.parts))
+
+    def _finished(self, t: Trajectory, where: Where, outcome: Outcome) -> Finished:
+        reason = t.finish_reason if outcome.status == "ok" and t.finish_reason else "error"
+        return Finished(
+            group=t.id[0],
+            sample=t.id[1],
+            prompt_index=where.prompt_index,
+            epoch=where.epoch,
+            partial=t.partial(),
+            finish_reason=reason,
+            status=outcome.status,
+            error=outcome.error,
+            reward=outcome.reward,
+            reward_parts=outcome.parts,
+            text=self.conversation.decode(t.token_ids),
+            attempts=t.held.claim.attempts,
+            finished_at=self.clock.now_us(),
+        )

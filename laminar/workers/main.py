@@ -1,0 +1,115 @@
+"""What `laminar worker KIND` runs: joins the run that etcd names, does the kind's work, leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import signal
+import sys
+from pathlib import Path
+
+from laminar.errors import ConfigError
+from laminar.workers.children import worker_command
+from laminar.workers.context import Run, join_run, joined
+
+log = logging.getLogger(__name__)
+
+KINDS = ("rollout", "trainer", "relay", "committer")
+
+
+def run_worker(kind: str, *, endpoints: list[str], run: str, index: int = 0) -> int:
+    """Blocking; the exit code. Raises LaminarError with what went wrong."""
+    if kind not in KINDS:
+        raise ConfigError(f"there is no worker kind {kind!r}; the kinds are {', '.join(KINDS)}")
+    faulthandler.enable()
+    return asyncio.run(_run_worker(kind, endpoints, run))
+
+
+def configure_logging(level: str) -> None:
+    """One line an event on stderr. Libraries speak from WARNING on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(message)s", "%Y-%m-%dT%H:%M:%S"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("laminar").setLevel(level)
+
+
+async def _run_worker(kind: str, endpoints: list[str], name: str) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    run = await join_run(endpoints, name)
+    configure_logging(run.config.logging.level)
+    try:
+        work = asyncio.create_task(_work(kind, run, stop, endpoints))
+        if kind in ("trainer", "committer"):
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if not work.done():
+                log.info("stopping: what is not recorded yet is done again from the store")
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                return 0
+        await work
+        return 0
+    finally:
+        await run.coordination.close()
+
+
+async def _work(kind: str, run: Run, stop: asyncio.Event, endpoints: list[str]) -> None:
+    if kind == "relay":
+        from laminar.workers.relay import relay_main
+
+        await relay_main(run, stop, worker_command("committer", endpoints, run.keys.run))
+    elif kind == "committer":
+        from laminar.workers.committer import committer_main
+
+        async with joined(run, "committer") as member:
+            await committer_main(run, member)
+    elif kind == "rollout":
+        await _rollout(run, stop)
+    else:
+        await _trainer(run)
+
+
+async def _rollout(run: Run, stop: asyncio.Event) -> None:
+    from laminar.workers.engines import create_engine
+    from laminar.workers.equipment import equip
+    from laminar.workers.rollout import rollout_main
+
+    engine = create_engine(run.config, Path(run.file.model_folder))
+    equipment = await equip(run, engine)
+    try:
+        await rollout_main(run, equipment, stop)
+    finally:
+        await equipment.host.close()
+        await engine.close()
+
+
+async def _trainer(run: Run) -> None:
+    from laminar.workers.learning.learner import TorchLearner
+    from laminar.workers.metrics import MetricSinks
+    from laminar.workers.tables import open_table
+    from laminar.workers.trainer import trainer_main
+
+    config = run.config
+    sinks = MetricSinks(run.storage.absolute(""), config.logging, run=config.run.name, run_id=run.file.store_id)
+
+    def make_learner() -> TorchLearner:
+        return TorchLearner(
+            Path(run.file.model_folder),
+            config.trainer,
+            temperature=config.sampling.temperature,
+            dtype=config.model.dtype,
+            total_steps=config.run.max_steps,
+        )
+
+    try:
+        async with joined(run, "trainer") as member:
+            await trainer_main(run, member, make_learner, open_table(run.storage, "experience"), sinks)
+    finally:
+        await asyncio.to_thread(sinks.close)

@@ -1,0 +1,205 @@
+"""The manager: elected among the relays, it gives orphaned trajectories to living rollouts, finishes those that
+cannot go on, says which versions are still needed, and removes what nothing refers to.
+
+| event                          | action                                                     |
+|--------------------------------|------------------------------------------------------------|
+| a rollout's key vanishes       | sweep at once                                              |
+| an election; each lease time   | sweep: no orphan can hide                                  |
+| a sweep found exhausted claims | finish them with an error row                              |
+| each minute                    | delete logs and unregistered segments of the dead          |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from laminar.buffer import claims
+from laminar.buffer.claims import Held
+from laminar.buffer.coordination import Delete, Transaction, created_at
+from laminar.buffer.experience import Finished, write_incoming
+from laminar.buffer.ledger import Ledger, all_claims
+from laminar.buffer.partials import Partial, assemble, read_partials
+from laminar.buffer.prompts import locate
+from laminar.buffer.records import Incoming, Load, Retain, WorkerRecord
+from laminar.buffer.session import Election, Leadership
+from laminar.errors import CoordinationError, CoordinationUnavailable
+from laminar.workers.assignment import Candidate, assign
+from laminar.workers.context import Member, Run
+from laminar.workers.mirror import Bell, Mirror
+
+log = logging.getLogger(__name__)
+
+CLEAN_INTERVAL_S = 60.0
+RETAIN_INTERVAL_S = 2.0
+
+
+class Manager:
+    """One life of a manager under its leadership."""
+
+    def __init__(self, run: Run, member: Member, leadership: Leadership) -> None:
+        self.run_info = run
+        self.member = member
+        self.clock = run.clock
+        self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
+        self.bell = Bell()
+        self.rollouts = Mirror(run.coordination, run.keys.workers("rollout"), bell=self.bell)
+        self.loads = Mirror(run.coordination, run.keys.loads_root + "rollout/")
+        self.handed_over = 0
+        self.finished = 0
+        self.segments = 0
+
+    async def run(self) -> None:
+        async with self.rollouts, self.loads:
+            await asyncio.gather(self._sweep_always(), self._clean_always(), self._retain_always())
+
+    # -- orphans ------------------------------------------------------------------------------------------------
+
+    async def _sweep_always(self) -> None:
+        seen: set[str] = set()
+        while True:
+            alive = set(self.rollouts.items)
+            for key in sorted(seen - alive):
+                log.warning("rollout %s is gone", key.rsplit("/", 1)[-1])
+            for key in sorted(alive - seen):
+                log.info("rollout %s is here", key.rsplit("/", 1)[-1])
+            seen = alive
+            await self.sweep()
+            await self.bell.wait(self.run_info.config.coordination.lease_ttl)
+
+    async def sweep(self) -> None:
+        """Look at all claims once."""
+        held = await all_claims(self.run_info.coordination, self.run_info.keys)
+        candidates = self._candidates(held)
+        lost = claims.orphans(held, {c.id for c in candidates})
+        for orphan in [h for h in held.values() if claims.exhausted(h.claim) and h in lost]:
+            await self._give_up(orphan)
+            lost.remove(orphan)
+        moved = 0
+        for orphan, target in assign(lost, candidates):
+            claim = claims.reassigned(orphan.claim, target.id, "death")
+            alive = created_at(self.run_info.keys.worker("rollout", target.id), target.create_revision)
+            moved += await self.ledger.hand_over(orphan, claim, alive)
+        if moved:
+            self.handed_over += moved
+            log.info("gave %d orphaned trajectories to living rollouts", moved)
+        elif lost and not candidates:
+            log.warning("%d trajectories wait for an owner: no rollout is alive", len(lost))
+
+    def _candidates(self, held: dict[str, Held]) -> list[Candidate]:
+        owned: dict[str, int] = {}
+        for h in held.values():
+            owned[h.claim.owner] = owned.get(h.claim.owner, 0) + 1
+        loads = {key.rsplit("/", 1)[-1]: Load.parse(kv.value) for key, kv in self.loads.items.items()}
+        result = []
+        for kv in self.rollouts.items.values():
+            worker = WorkerRecord.parse(kv.value).id
+            version = loads[worker].version if worker in loads else -1
+            result.append(Candidate(worker, kv.create_revision, version, owned.get(worker, 0)))
+        return result
+
+    async def _give_up(self, orphan: Held) -> None:
+        """A claim that cannot go on is finished with an error status, never silently dropped."""
+        reason = claims.exhausted(orphan.claim)
+        group, sample = orphan.id
+        source = orphan.claim.source
+        rows = (await read_partials(self.run_info.storage, source.worker)).rows.get((group, sample, source.term), [])
+        now = self.clock.now_us()
+        partial = assemble(rows) if rows else Partial([], [], [], [], [], 0, "generating", None, None, now)
+        epoch, _, index = locate(group, self.run_info.file.prompts, self.run_info.config.run.seed)
+        finished = Finished(
+            group=group, sample=sample, prompt_index=index, epoch=epoch, partial=partial, finish_reason="error",
+            status="gave_up", error=reason, reward=None, reward_parts={}, text="", attempts=orphan.claim.attempts,
+            finished_at=now,
+        )  # fmt: skip
+        segment = f"{self.member.id}-{self.segments:06d}"
+        self.segments += 1
+        incoming = await write_incoming(self.run_info.storage, self.member.id, segment, [finished])
+        if not await self.ledger.finish([orphan], segment, incoming):
+            self.finished += 1
+            log.error("trajectory %s is finished with an error: %s", orphan.kv.key.rsplit("/", 1)[-1], reason)
+
+    # -- retention ----------------------------------------------------------------------------------------------
+
+    async def _retain_always(self) -> None:
+        key, last = self.run_info.keys.retain, ""
+        while True:
+            held = await all_claims(self.run_info.coordination, self.run_info.keys)
+            versions = claims.referenced_versions(h.claim for h in held.values())
+            requests = await self.run_info.coordination.range(self.run_info.keys.evaluations)
+            asked = {int(kv.key.rsplit("/", 1)[-1]) for kv in requests.items}
+            record = Retain(versions=sorted({*versions, *asked})).dump()
+            if record != last:
+                await self.run_info.coordination.put(key, record)
+                last = record
+            await self.clock.sleep(RETAIN_INTERVAL_S)
+
+    # -- cleaning -----------------------------------------------------------------------------------------------
+
+    async def _clean_always(self) -> None:
+        while True:
+            await self.clean()
+            await self.clock.sleep(CLEAN_INTERVAL_S)
+
+    async def clean(self) -> int:
+        """Delete what nothing refers to; the number of files and keys deleted.
+
+        Order matters: files are listed first, then the living, then the claims. A worker that is not among the
+        living never returns, so each claim that could still name its log exists when the claims are read.
+        """
+        storage, coordination, keys = self.run_info.storage, self.run_info.coordination, self.run_info.keys
+        logs = {f.path.split("/")[1] for f in await storage.list("partials")}
+        segments = [f.path for f in await storage.list("incoming")]
+        living = {kv.key.rsplit("/", 1)[-1] for kv in (await coordination.range(keys.workers_root)).items}
+        held = await all_claims(coordination, keys)
+        named = {h.claim.source.worker for h in held.values()}
+        deleted = 0
+        for worker in sorted(logs - living - named):
+            await storage.delete_tree(f"partials/{worker}")
+            deleted += 1
+        registered = {
+            Incoming.parse(kv.value).path for kv in (await coordination.range(keys.incoming_root)).items
+        }
+        for path in segments:
+            if path not in registered and not any(w in path for w in living):
+                await storage.delete(path)
+                deleted += 1
+        deleted += await self._clean_inboxes(living)
+        if deleted:
+            log.info("removed %d files and keys that nothing refers to", deleted)
+        return deleted
+
+    async def _clean_inboxes(self, living: set[str]) -> int:
+        coordination, keys = self.run_info.coordination, self.run_info.keys
+        stale = [
+            kv
+            for kv in (await coordination.range(keys.inbox_root)).items
+            if kv.key[len(keys.inbox_root) :].split("/")[0] not in living
+        ]
+        for start in range(0, len(stale), 100):
+            deletes = tuple(Delete(kv.key) for kv in stale[start : start + 100])
+            await coordination.transact(Transaction((self.ledger.actor.guard(),), deletes))
+        return len(stale)
+
+
+async def lead(run: Run, member: Member) -> None:
+    """Campaign for and do the manager's work, again and again, while this relay lives."""
+    while True:
+        election = Election(run.coordination, member.session, run.keys.leader("manager"), member.id)
+        leadership = await election.campaign()
+        log.info("%s is the manager", member.id)
+        managing = asyncio.create_task(Manager(run, member, leadership).run())
+        replaced = asyncio.create_task(leadership.lost.wait())
+        try:
+            done, _ = await asyncio.wait([managing, replaced], return_when=asyncio.FIRST_COMPLETED)
+            if managing in done:
+                managing.result()
+        except (CoordinationUnavailable, CoordinationError) as e:
+            log.warning("the manager's work was interrupted: %s", e)
+        finally:
+            managing.cancel()
+            replaced.cancel()
+            await asyncio.gather(managing, replaced, return_exceptions=True)
+        await leadership.resign()
+
+

@@ -1,0 +1,130 @@
+"""The trainer's side of the relay: one copy into an arena, then the version is announced under the trainer's fence.
+
+The trainer's stall is the copy. Sealing (checksums, by the relay) and the announcement run while it trains on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from laminar.buffer.coordination import Coordination, absent, unchanged
+from laminar.buffer.ledger import Ledger
+from laminar.buffer.records import WeightsHead
+from laminar.clock import Clock
+from laminar.errors import Fenced, LaminarError, WeightsError
+from laminar.relay.client import AsyncRelayClient, WritableArena
+from laminar.workers.context import Run
+from laminar.workers.learning.base import Learner
+from laminar.workers.mirror import Mirror
+from laminar.workers.weights import local_relay, relay_socket
+
+log = logging.getLogger(__name__)
+
+RELAY_WAIT_S = 30.0
+"""How long the trainer waits for a relay to be there before it trains on without publishing."""
+RETRY_S = 0.2
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Weights that lie in an arena, not yet sealed. Times in seconds."""
+
+    version: int
+    arena: WritableArena
+    client: AsyncRelayClient
+    copy_s: float
+    cast_s: float
+
+
+class Publisher:
+    """`ledger.actor` is the trainer's leadership."""
+
+    def __init__(self, run: Run, ledger: Ledger, relays: Mirror) -> None:
+        self.coordination: Coordination = run.coordination
+        self.keys = run.keys
+        self.clock: Clock = run.clock
+        self.ledger = ledger
+        self.relays = relays
+        self.skipped = 0
+
+    def _client(self) -> AsyncRelayClient | None:
+        record = local_relay(list(self.relays.items.values()))
+        return AsyncRelayClient(relay_socket(record), run=self.keys.run) if record else None
+
+    async def published(self) -> WeightsHead | None:
+        kv = await self.coordination.get(self.keys.weights)
+        return WeightsHead.parse(kv.value) if kv else None
+
+    async def relay_holds(self, version: int) -> bool | None:
+        """None when no relay answers."""
+        client = self._client()
+        if client is None:
+            return None
+        try:
+            return any(v.info.version == version for v in (await client.status()).versions)
+        except (LaminarError, OSError):
+            return None
+
+    async def stage(self, learner: Learner) -> Staged | None:
+        """Copy the learner's weights into an arena of the relay; None if no relay has room for them in time."""
+        cast_s = await asyncio.to_thread(learner.stage)
+        deadline = self.clock.monotonic() + RELAY_WAIT_S
+        reason = "there is no relay on this host"
+        while self.clock.monotonic() < deadline:
+            client = self._client()
+            if client is not None:
+                try:
+                    arena = await client.reserve(learner.layout)
+                    if arena is None:
+                        log.warning("the relay has no free arena: version %d is not published", learner.version)
+                        self.skipped += 1
+                        return None
+                    return await self._copy(learner, client, arena, cast_s)
+                except (LaminarError, OSError) as e:
+                    reason = str(e)
+            await self.clock.sleep(RETRY_S)
+        log.error("version %d is not published, no relay took it within %.0f s: %s", learner.version, RELAY_WAIT_S, reason)
+        self.skipped += 1
+        return None
+
+    async def _copy(self, learner: Learner, client: AsyncRelayClient, arena: WritableArena, cast_s: float) -> Staged:
+        before = self.clock.monotonic()
+        await asyncio.to_thread(learner.write_weights, arena.buffer)
+        return Staged(learner.version, arena, client, self.clock.monotonic() - before, cast_s)
+
+    async def announce(self, staged: Staged, *, expected_digest: str = "") -> str:
+        """Seal, and make the version the newest if it is newer than the newest; the digest.
+
+        Raises WeightsError if the relay lost it; logs `replay_drift` when the digest is not the expected one."""
+        info = await staged.client.seal(staged.arena, staged.version)
+        if expected_digest and info.digest != expected_digest:
+            log.error(
+                "replay_drift: version %d came out as %s, it was published as %s",
+                staged.version, info.digest[:12], expected_digest[:12],
+            )  # fmt: skip
+        kv = await self.coordination.get(self.keys.weights)
+        newest = WeightsHead.parse(kv.value) if kv else None
+        if newest is not None and newest.version >= staged.version:
+            log.info("offered version %d again (%s)", staged.version, info.digest[:12])
+            return info.digest
+        head = WeightsHead(
+            version=staged.version, digest=info.digest, layout_digest=info.layout_digest, bytes=info.bytes, master=""
+        )
+        if not await self.ledger.guarded_put(self.keys.weights, head, unchanged(kv) if kv else absent(self.keys.weights)):
+            await self.ledger.check_fence()
+            raise Fenced(f"version {staged.version} was not announced: somebody else published {self.keys.weights}")
+        log.info("published version %d (%s)", staged.version, info.digest[:12])
+        return info.digest
+
+    async def offer(self, learner: Learner) -> str:
+        """Publish, or offer again, what the learner holds; the digest, empty if no relay took it."""
+        staged = await self.stage(learner)
+        if staged is None:
+            return ""
+        try:
+            return await self.announce(staged)
+        except (WeightsError, OSError) as e:
+            log.error("version %d could not be offered: %s", learner.version, e)
+            return ""

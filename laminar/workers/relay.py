@@ -1,0 +1,87 @@
+"""The relay worker: serves weights on this host, campaigns for the manager's role, and keeps a committer beside it.
+
+The committer runs in a process of its own, so that slow storage never delays a reassignment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from laminar.buffer.records import Retain
+from laminar.relay.server import RelayServer
+from laminar.workers.children import Child
+from laminar.workers.context import Run, joined
+from laminar.workers.manager import lead
+from laminar.workers.mirror import Mirror
+
+log = logging.getLogger(__name__)
+
+COMMITTER_BACKOFF_S = 1.0
+
+
+def socket_folder() -> Path:
+    """A folder that only this user can enter; short, since Unix socket paths are limited to 107 bytes."""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    return base / f"laminar-{os.getuid()}"
+
+
+def socket_path(run: str) -> Path:
+    return socket_folder() / f"{hashlib.sha256(run.encode()).hexdigest()[:8]}-{secrets.token_hex(4)}.sock"
+
+
+async def relay_main(run: Run, stop: asyncio.Event, committer_command: list[str]) -> None:
+    """Serve until `stop`; a lost lease ends this worker (its supervisor starts a new one)."""
+    config = run.config.relay
+    path = socket_path(run.keys.run)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    server = RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
+    async with server, joined(run, "relay", endpoint=f"unix:{path}") as member:
+        tasks = [
+            asyncio.create_task(c)
+            for c in (
+                lead(run, member),
+                keep_retained(run, server),
+                keep_committer(run, committer_command),
+                member.until_lost(),
+                stop.wait(),
+            )
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def keep_retained(run: Run, server: RelayServer) -> None:
+    """Hold on to the versions that the manager says are still referred to."""
+    async with Mirror(run.coordination, run.keys.retain, exact=True) as retain:
+        while True:
+            kv = retain.only
+            if kv is not None:
+                server.holdings.retain_versions(Retain.parse(kv.value).versions)
+            await retain.wait_for(lambda kv=kv: retain.only is not kv, 60.0)  # type: ignore[misc]
+
+
+async def keep_committer(run: Run, command: list[str]) -> None:
+    """Start the committer's process, and start it again when it ends."""
+    while True:
+        child = Child(command)
+        await child.start()
+        try:
+            code = await child.wait()
+        finally:
+            await child.stop(grace_s=5.0)
+        log.warning("the committer's process ended with %d; starting it again", code)
+        await run.clock.sleep(COMMITTER_BACKOFF_S)
+
+

@@ -1,0 +1,414 @@
+"""The rollout worker: draws groups, generates trajectories, finishes them with a reward.
+
+| task      | consumes                       | waits for                      | unblocked by               |
+|-----------|--------------------------------|--------------------------------|----------------------------|
+| steer     | weights, inbox, trainer head   | room, admission, a new version | etcd watches, finished work|
+| generate  | one trajectory each            | engine, environment, flush     | chunks, replies            |
+| flusher   | pending rows                   | flush interval                 | time, a wanted flush       |
+| finisher  | finished trajectories          | a finished trajectory          | generate                   |
+| reporter  | engine load                    | report interval                | time                       |
+
+One version a trajectory: weights change only when the engine is empty. The engine outlives a lost lease: the
+worker then drops what it held and joins again under a new id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from laminar.buffer import claims
+from laminar.buffer.claims import Held
+from laminar.buffer.ledger import Ledger
+from laminar.buffer.partials import PartialLog, assemble, read_partials
+from laminar.buffer.prompts import PromptPool, locate
+from laminar.buffer.records import Claim, EvaluationRequest, Load, TrainerHead, WeightsHead
+from laminar.errors import EngineError, Fenced, LaminarError, LeaseLost, WeightsError
+from laminar.workers.context import Member, Run, joined
+from laminar.workers.conversation import Conversation
+from laminar.workers.engines.base import Engine, EngineCapacity, WeightSource
+from laminar.workers.environments.base import Prompt
+from laminar.workers.environments.host import EnvironmentHost
+from laminar.workers.evaluation import Evaluator
+from laminar.workers.generation import Generation, Lost, Where
+from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.outbox import Done, Finisher, Flusher
+from laminar.workers.pools import prompt_of
+from laminar.workers.steering import Action, Do, View, steer
+from laminar.workers.trajectory import Trajectory
+from laminar.workers.weights import find_weights
+
+log = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 1.0
+STEER_INTERVAL_S = 1.0
+"""How often a rollout looks again without having been told of a change."""
+MAX_LOAD_FAILURES = 5
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a rollout needs beside its membership; it outlives a lost lease."""
+
+    engine: Engine
+    capacity: EngineCapacity
+    host: EnvironmentHost
+    conversation: Conversation
+    pool: PromptPool
+    held_out: PromptPool | None
+    stop_token_ids: list[int]
+
+
+class Rollout:
+    """One life of a rollout worker under one lease."""
+
+    def __init__(self, run: Run, member: Member, equipment: Equipment) -> None:
+        self.run_info = run
+        self.member = member
+        self.equipment = equipment
+        self.config = run.config
+        self.clock = run.clock
+        self.engine = equipment.engine
+        self.ledger: Ledger = member.ledger
+        self.live: dict[tuple[int, int], Trajectory] = {}
+        self.tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self.digest = ""
+        self.finished = 0
+        self.tokens = 0
+        self.stopping = False
+        self.load_failures = 0
+        self.bell = Bell()
+        self._cursor_seen = 0
+        self._failure: LaminarError | None = None
+        partials = PartialLog(run.storage, member.id, sync=self.config.rollout.fsync)
+        self.flusher = Flusher(
+            partials,
+            lambda: self.live.values(),
+            run.clock,
+            interval_s=self.config.rollout.flush_interval,
+            enabled=self.config.rollout.partials,
+        )
+        self.finisher = Finisher(run.storage, self.ledger, run.clock, self._ended)
+        self.generation = Generation(
+            self.config, self.engine, equipment.host, equipment.conversation, self.ledger, self.flusher, run.clock,
+            equipment.stop_token_ids,
+        )  # fmt: skip
+        self.evaluator = Evaluator(run, member, equipment, self.bell)
+        keys = run.keys
+        self.weights = Mirror(run.coordination, keys.weights, exact=True, bell=self.bell)
+        self.trainer = Mirror(run.coordination, keys.trainer, exact=True, bell=self.bell)
+        self.inbox = Mirror(run.coordination, keys.inbox(member.id), bell=self.bell)
+        self.evaluations = Mirror(run.coordination, keys.evaluations, bell=self.bell)
+        self.relays = Mirror(run.coordination, keys.workers("relay"))
+
+    async def serve(self) -> None:
+        """Until the run is done. Raises LeaseLost or Fenced when this life is over, EngineError when the engine is."""
+        async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays:
+            background: list[Coroutine[Any, Any, None]] = [
+                self.flusher.run(),
+                self.finisher.run(),
+                self._report(),
+                self.member.until_lost(),
+                self._watch_engine(),
+            ]
+            tasks = [asyncio.create_task(c) for c in background]
+            steering = asyncio.create_task(self._steer())
+            try:
+                done, _ = await asyncio.wait([steering, *tasks], return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                for task in (steering, *tasks, *self.tasks.values()):
+                    task.cancel()
+                await asyncio.gather(steering, *tasks, *self.tasks.values(), return_exceptions=True)
+                for trajectory in self.live.values():
+                    await self.engine.abort(f"{trajectory.name}-{trajectory.held.claim.term}-{trajectory.turn}")
+
+    # -- what is seen -------------------------------------------------------------------------------------------
+
+    def head(self) -> TrainerHead | None:
+        kv = self.trainer.only
+        return TrainerHead.parse(kv.value) if kv else None
+
+    def published(self) -> WeightsHead | None:
+        kv = self.weights.only
+        return WeightsHead.parse(kv.value) if kv else None
+
+    async def _waiting(self) -> list[Held]:
+        """The claims in this worker's inbox, in the order of drawing."""
+        result: list[Held] = []
+        for key in sorted(self.inbox.items):
+            name = key.rsplit("/", 1)[-1]
+            kv = await self.run_info.coordination.get(self.run_info.keys.claims + name)
+            held = Held.of(kv) if kv else None
+            if held is None or held.claim.owner != self.member.id:
+                await self.run_info.coordination.delete(key)
+            elif held.id not in self.live:
+                result.append(held)
+        return result
+
+    def _view(self, waiting: list[Held]) -> View:
+        published = self.published()
+        room = min(self.config.rollout.max_running, self.equipment.capacity.max_running) - len(self.live)
+        return View(
+            newest=published.version if published else -1,
+            loaded=self.engine.version,
+            running=len(self.live),
+            room=room,
+            inbox=tuple(h.claim.version for h in waiting),
+            evaluations=self.evaluator.claimed_versions,
+            evaluating=self.evaluator.running,
+            admitted=self._admitted(room) if room > 0 else 0,
+            stopping=self.stopping,
+        )
+
+    def _admitted(self, room: int) -> int:
+        """Groups that may be drawn, as far as the last seen cursor tells; the draw itself asks again."""
+        return claims.draw_size(room, self._groups_left(self._cursor_seen), self.config.sampling.samples_per_prompt)
+
+    def _groups_left(self, cursor: int) -> int:
+        head = self.head()
+        if head is None or head.state != "running":
+            return 0
+        return claims.admitted_groups(
+            cursor=cursor,
+            consumed=head.consumed_groups,
+            to_retire=head.to_retire,
+            step=head.decided,
+            max_steps=self.config.run.max_steps,
+            groups_per_step=self.config.trainer.groups_per_step,
+            max_ahead=self.config.max_ahead_groups,
+            total_groups=self.config.run.epochs * len(self.equipment.pool),
+        )
+
+    # -- what is done -------------------------------------------------------------------------------------------
+
+    async def _steer(self) -> None:
+        while True:
+            head = self.head()
+            if head is not None and head.state != "running" and not self.live and not self.evaluator.running:
+                return
+            await self.evaluator.claim_requests(
+                [EvaluationRequest.parse(kv.value) for _, kv in sorted(self.evaluations.items.items())]
+            )
+            waiting = await self._waiting() if self.inbox.items else []
+            view = self._view(waiting)
+            action = steer(view)
+            progressed = await self._do(action, waiting, view)
+            if not progressed:
+                await self.bell.wait(STEER_INTERVAL_S)
+
+    async def _do(self, action: Action, waiting: list[Held], view: View) -> bool:
+        if action.do is Do.LOAD:
+            return await self._load(action.version)
+        if action.do is Do.ADOPT:
+            await self._adopt([h for h in waiting if h.claim.version == action.version][: view.room])
+            return True
+        if action.do is Do.EVALUATE:
+            self.evaluator.start(action.version, self.digest)
+            return True
+        if action.do is Do.DRAW:
+            return await self._draw(view.room)
+        return False
+
+    async def _draw(self, room: int) -> bool:
+        samples = self.config.sampling.samples_per_prompt
+
+        def groups(cursor: int) -> int:
+            self._cursor_seen = cursor
+            return claims.draw_size(room, self._groups_left(cursor), samples)
+
+        held = await self.ledger.draw(groups=groups, samples_per_prompt=samples, version=self.engine.version)
+        for h in held:
+            self._start(self._trajectory(h))
+        if held:
+            self._cursor_seen = held[-1].id[0] + 1
+            log.info("drew groups %d to %d under version %d", held[0].id[0], held[-1].id[0], self.engine.version)
+        return bool(held)
+
+    def _trajectory(self, held: Held) -> Trajectory:
+        return Trajectory(
+            held=held,
+            worker=self.member.id,
+            version=self.engine.version,
+            digest=self.digest,
+            started_at=self.clock.now_us(),
+        )
+
+    def _start(self, trajectory: Trajectory) -> None:
+        self.live[trajectory.id] = trajectory
+        self.tasks[trajectory.id] = asyncio.create_task(self._generate(trajectory), name=f"generate {trajectory.name}")
+
+    async def _generate(self, trajectory: Trajectory) -> None:
+        try:
+            finished = await self.generation.run(trajectory, self._where(trajectory.id[0]))
+        except Lost:
+            self._forget(trajectory.id)
+            return
+        except LaminarError as e:
+            # The engine or the lease is gone: this life of the worker ends, with this as its reason.
+            self._failure = e
+            self.bell.ring()
+            return
+        self.tokens += trajectory.policy_tokens
+        self.finisher.put(Done(trajectory.held, finished))
+
+    def _where(self, group: int) -> Where:
+        epoch, _, index = locate(group, len(self.equipment.pool), self.config.run.seed)
+        prompt: Prompt = prompt_of(self.equipment.pool.row(index))
+        return Where(epoch, index, prompt)
+
+    def _ended(self, done: Done) -> None:
+        self.finished += 1
+        self.live.pop(done.held.id, None)
+        self.tasks.pop(done.held.id, None)
+        self.bell.ring()
+
+    def _forget(self, id: tuple[int, int]) -> None:
+        self.live.pop(id, None)
+        self.tasks.pop(id, None)
+        self.bell.ring()
+
+    # -- adoption -----------------------------------------------------------------------------------------------
+
+    async def _adopt(self, waiting: list[Held]) -> None:
+        """Copy what the last source made durable into this worker's log, then become the source."""
+        sources = {h.claim.source.worker for h in waiting}
+        logs = {s: await read_partials(self.run_info.storage, s) for s in sources}
+        for held in waiting:
+            source = held.claim.source
+            rows = logs[source.worker].rows.get((*held.id, source.term), [])
+            trajectory = self._trajectory(held)
+            if rows:
+                trajectory.restore(assemble(rows))
+            trajectory.pending = trajectory.all_rows(self.clock.now_us())
+            self.live[trajectory.id] = trajectory
+            await self.flusher.durable()
+            taken = await self.ledger.adopt(held, version=self.engine.version, progress=trajectory.policy_tokens)
+            if taken is None:
+                self._forget(trajectory.id)
+                continue
+            trajectory.held = taken
+            log.info(
+                "adopted trajectory %s from %s with %d tokens under version %d (term %d)",
+                trajectory.name, source.worker, len(trajectory.token_ids), self.engine.version, taken.claim.term,
+            )  # fmt: skip
+            self._start(trajectory)
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    async def _load(self, version: int) -> bool:
+        source = await self._source(version)
+        if source is None:
+            return await self._version_lost(version)
+        try:
+            await self.engine.load(source)
+        except WeightsError as e:
+            self.load_failures += 1
+            if self.load_failures >= MAX_LOAD_FAILURES:
+                raise EngineError(f"version {version} could not be loaded {self.load_failures} times; last: {e}") from e
+            log.warning("version %d could not be loaded (%s); trying again", version, e)
+            await self.clock.sleep(self.ledger.jitter(0.5))
+            return True
+        self.load_failures = 0
+        self.digest = source.digest
+        log.info("loaded version %d (%s)", version, source.digest[:12])
+        return True
+
+    async def _source(self, version: int) -> WeightSource | None:
+        """The relay of this host, else a checkpoint's export."""
+        return await find_weights(self.run_info, list(self.relays.items.values()), version)
+
+    async def _version_lost(self, version: int) -> bool:
+        """Nobody can bring `version` back. Waiting work of it goes on under the newest, or starts again."""
+        published = self.published()
+        if published is None or published.version == version:
+            log.info("waiting for the relay to hold version %d", version)
+            await self.clock.sleep(self.ledger.jitter(0.5))
+            return False
+        for held in [h for h in await self._waiting() if h.claim.version == version]:
+            if self.config.rollout.on_version_lost == "restart":
+                claim: Claim = claims.restarted(
+                    held.claim, version=published.version, error=f"version {version} was lost", counts=False
+                ).model_copy(update={"state": "waiting"})
+            else:
+                claim = held.claim.model_copy(update={"version": published.version})
+            log.warning("version %d is lost: trajectory %s %ss under version %d", version, held.kv.key.rsplit("/", 1)[-1],
+                        self.config.rollout.on_version_lost, published.version)  # fmt: skip
+            await self.ledger.update(held, claim)
+        await self.evaluator.give_up(version)
+        return True
+
+    # -- reports ------------------------------------------------------------------------------------------------
+
+    async def _report(self) -> None:
+        key = self.run_info.keys.load("rollout", self.member.id)
+        before_tokens, before = self.engine_tokens(), self.clock.monotonic()
+        while True:
+            load = self.engine.load_report()
+            now, tokens = self.clock.monotonic(), self.engine_tokens()
+            rate = (tokens - before_tokens) / (now - before) if now > before else 0.0
+            before_tokens, before = tokens, now
+            record = Load(
+                version=self.engine.version,
+                running=load.running,
+                waiting=load.waiting,
+                kv_tokens=load.kv_tokens,
+                kv_capacity=self.equipment.capacity.kv_tokens,
+                decode_tokens_per_s=round(max(rate, 0.0), 2),
+                draining=self._view([]).draining,
+                finished=self.finished,
+            )
+            await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
+            await self.clock.sleep(REPORT_INTERVAL_S)
+
+    def engine_tokens(self) -> int:
+        return self.tokens + sum(t.policy_tokens for t in self.live.values())
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await self.engine.check()
+            if self._failure is not None:
+                raise self._failure
+            await self.clock.sleep(0.5)
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """Graceful stop: what runs is flushed and handed to whoever the manager chooses."""
+        self.stopping = True
+        trajectories = list(self.live.values())
+        for trajectory in trajectories:
+            task = self.tasks.get(trajectory.id)
+            if task is not None:
+                task.cancel()
+        await self.flusher.flush()
+        released = 0
+        for trajectory in trajectories:
+            claim = claims.reassigned(trajectory.held.claim, "", "stop")
+            released += await self.ledger.hand_over(trajectory.held, claim, None)
+        log.info("left %d of %d unfinished trajectories to others", released, len(trajectories))
+
+
+async def rollout_main(run: Run, equipment: Equipment, stop: asyncio.Event) -> None:
+    """Serve until the run is done or `stop` is set; join again under a new id when a lease is lost."""
+    while not stop.is_set():
+        try:
+            async with joined(run, "rollout") as member:
+                rollout = Rollout(run, member, equipment)
+                serving = asyncio.create_task(rollout.serve())
+                stopping = asyncio.create_task(stop.wait())
+                await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+                stopping.cancel()
+                if serving.done():
+                    serving.result()
+                    return
+                async with asyncio.timeout(10):
+                    await rollout.leave()
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+        except (LeaseLost, Fenced) as e:
+            log.warning("%s", e)

@@ -1,0 +1,68 @@
+"""What a rollout does next: a pure decision over what it sees.
+
+A rollout draws while it holds the newest version. Once a newer one is published, or work of another version waits
+for it, it stops drawing, drains, and loads that version when it is empty: `update = "drain"`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Do(Enum):
+    LOAD = "load a version"
+    ADOPT = "take over what came to the inbox"
+    EVALUATE = "evaluate the loaded version"
+    DRAW = "draw new groups"
+    WAIT = "wait for something to change"
+
+
+@dataclass(frozen=True)
+class Action:
+    do: Do
+    version: int = -1
+
+
+@dataclass(frozen=True)
+class View:
+    """`inbox` and `evaluations` are the versions of waiting items, oldest first; `newest` is -1 before the first
+    publish, `loaded` -1 before the first load. `room` counts trajectories that the engine can still take."""
+
+    newest: int
+    loaded: int
+    running: int
+    room: int
+    inbox: tuple[int, ...] = ()
+    evaluations: tuple[int, ...] = ()
+    evaluating: bool = False
+    admitted: int = 0
+    stopping: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return self.running > 0 or self.evaluating
+
+    @property
+    def wanted(self) -> int:
+        """The version to hold next: that of waiting work first, so that nothing waits behind new draws."""
+        foreign = [v for v in (*self.inbox, *self.evaluations) if v != self.loaded]
+        return foreign[0] if foreign else max(self.newest, self.loaded)
+
+    @property
+    def draining(self) -> bool:
+        return self.stopping or (self.loaded >= 0 and self.wanted != self.loaded)
+
+
+def steer(view: View) -> Action:
+    if view.loaded in view.inbox and view.loaded >= 0 and view.room > 0:
+        return Action(Do.ADOPT, view.loaded)
+    if view.loaded in view.evaluations and not view.evaluating and view.loaded >= 0:
+        return Action(Do.EVALUATE, view.loaded)
+    if view.stopping:
+        return Action(Do.WAIT)
+    if view.wanted != view.loaded and not view.busy:
+        return Action(Do.LOAD, view.wanted)
+    if view.loaded >= 0 and view.loaded == view.newest and not view.draining and view.admitted > 0:
+        return Action(Do.DRAW, view.loaded)
+    return Action(Do.WAIT)

@@ -1,0 +1,98 @@
+"""When to start a worker again, and when to give up: a pure policy, and the processes it applies to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from laminar.errors import LaminarError
+from laminar.workers.children import Child
+
+log = logging.getLogger(__name__)
+
+QUICK_S = 20.0
+"""A worker that ends with an error within this time of its start crashed quickly."""
+MAX_QUICK_CRASHES = 4
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 15.0
+LOG_TAIL = 12
+
+
+@dataclass
+class RestartPolicy:
+    """Counts quick crashes in a row; a life longer than QUICK_S forgives them."""
+
+    quick_crashes: int = 0
+    restarts: int = 0
+
+    def ended(self, lived_s: float, *, killed: bool) -> float | None:
+        """Seconds to wait before the next start; None to give up. A kill from outside is no crash of the worker's."""
+        self.restarts += 1
+        if killed or lived_s >= QUICK_S:
+            self.quick_crashes = 0
+            return FIRST_BACKOFF_S
+        self.quick_crashes += 1
+        if self.quick_crashes >= MAX_QUICK_CRASHES:
+            return None
+        return float(min(FIRST_BACKOFF_S * 2**self.quick_crashes, MAX_BACKOFF_S))
+
+
+class GaveUp(LaminarError):
+    """A worker crashed again and again: its last error is in the message."""
+
+
+@dataclass
+class Supervised:
+    """A worker process that is started again when it dies. `on_end(pid)` is told of each death at once."""
+
+    kind: str
+    name: str
+    command: list[str]
+    log_file: Path
+    on_end: Callable[[int], None]
+    on_event: Callable[[str], None]
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    child: Child | None = None
+    stopping: bool = False
+    finished: bool = False
+
+    async def run(self) -> None:
+        """Until the worker ends with 0, or is stopped. Raises GaveUp."""
+        loop = asyncio.get_running_loop()
+        while not self.stopping:
+            started = loop.time()
+            self.child = Child(self.command, log=self.log_file)
+            await self.child.start()
+            code = await self.child.wait()
+            self.child.kill_group()
+            self.on_end(self.child.pid)
+            if code == 0 or self.stopping:
+                self.finished = True
+                return
+            pause = self.policy.ended(loop.time() - started, killed=code in (-9, -15))
+            if pause is None:
+                raise GaveUp(
+                    f"{self.name} crashed {self.policy.quick_crashes} times within {QUICK_S:.0f} s of its start, the "
+                    f"last time with exit code {code}. Its last lines ({self.log_file}):\n{self.tail()}"
+                )
+            how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
+            self.on_event(f"{self.name} {how}; starting it again in {pause:.1f} s")
+            if code > 0:
+                self.on_event(self.tail(3))
+            await asyncio.sleep(pause)
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopping = True
+        if self.child is not None:
+            await self.child.stop(grace_s=grace_s)
+
+    def tail(self, lines: int = LOG_TAIL) -> str:
+        """The last lines that the worker wrote."""
+        try:
+            text = self.log_file.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return "(it wrote nothing)"
+        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])

@@ -1,0 +1,374 @@
+"""The trainer worker: a deterministic state machine over a write-ahead log of batches.
+
+    experience ──sample──▶ decide (etcd) ──▶ train ──▶ stage weights ──▶ record step n   ──▶ checkpoint
+                             step n means       │            │           (steps, metrics)     every k steps
+                             this batch         version n+1  └─seal, announce (background)
+
+Restart: load the newest checkpoint, train the decided batches after it again (the same versions come out),
+go on. A second trainer waits in the election as a standby.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from laminar.buffer.coordination import Put
+from laminar.buffer.ledger import Ledger
+from laminar.buffer.records import BatchDecision, Cursor, EvaluationRequest, TrainerHead, TrainerProgress
+from laminar.buffer.sampler import REMAINDER, OpenGroups, Outcome, Selection, select, to_retire
+from laminar.buffer.schema import EXPERIENCE
+from laminar.buffer.session import Election, Leadership
+from laminar.buffer.steps import DecidedBatch, StepLog, read_decision
+from laminar.buffer.table import Table
+from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
+from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
+from laminar.workers.context import Member, Run
+from laminar.workers.learning.base import Learner, StepResult
+from laminar.workers.metrics import MetricSinks
+from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.publishing import Publisher, Staged
+from laminar.workers.step_metrics import sample_of, step_metrics, step_rows
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
+EVALUATION_WAIT_S = 600.0
+ERROR_WINDOW = 64
+EMPTY = pa.Table.from_batches([], schema=EXPERIENCE)
+OUTCOME_COLUMNS = ["group", "sample", "status", "error", "reward", "commit_seq"]
+
+
+@dataclass
+class Progress:
+    activity: str = "starting"
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+class Trainer:
+    """One life of a trainer under its leadership."""
+
+    def __init__(
+        self, run: Run, member: Member, leadership: Leadership, learner: Learner, experience: Table, sinks: MetricSinks
+    ) -> None:
+        self.run_info = run
+        self.member = member
+        self.config = run.config
+        self.clock = run.clock
+        self.learner = learner
+        self.experience = experience
+        self.sinks = sinks
+        self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
+        self.steps = StepLog(run.coordination, run.keys, self.ledger, run.storage)
+        self.open = OpenGroups(
+            self.config.sampling.samples_per_prompt, baseline=self.config.trainer.advantage != "reinforce++"
+        )
+        self.scanned = -1
+        self.recent: deque[tuple[str, str]] = deque(maxlen=ERROR_WINDOW)
+        self.progress = Progress()
+        self.bell = Bell()
+        self.relays = Mirror(run.coordination, run.keys.workers("relay"), bell=self.bell)
+        self.table_head = Mirror(run.coordination, run.keys.head("experience"), exact=True, bell=self.bell)
+        self.cursor = Mirror(run.coordination, run.keys.cursor, exact=True, bell=self.bell)
+        self.publisher = Publisher(run, self.ledger, self.relays)
+        self.after_step: asyncio.Task[None] | None = None
+        self.digests: dict[int, str] = {}
+
+    async def run(self) -> None:
+        """Until the run is done. Raises Fenced or LeaseLost when this life is over."""
+        async with self.relays, self.table_head, self.cursor:
+            await self._restore()
+            head, _ = await self.steps.head()
+            while head.state == "running":
+                if head.decided >= self.config.run.max_steps:
+                    await self._finish(f"{head.decided} steps are trained (run.max_steps)")
+                    break
+                selection = await self._next_batch()
+                if selection is None:
+                    break
+                batch = await self._decide(selection)
+                await self._train(batch)
+                head, _ = await self.steps.head()
+            await self._settle()
+
+    # -- starting -----------------------------------------------------------------------------------------------
+
+    async def _restore(self) -> None:
+        """Load the newest checkpoint, replay the decided batches after it, offer the weights."""
+        head, kv = await self.steps.head()
+        self.progress.activity = "loading"
+        info = await load_newest(self.run_info.storage, self.learner, head.decided)
+        if info is not None:
+            log.info("loaded the checkpoint of version %d", info.version)
+        if kv is None:
+            await self.steps.change_head(checkpoint=-1)
+        for step in range(head.decided):
+            decision = await self._decision(step)
+            self.open.consume([*decision.trained, *decision.retired])
+        if self.learner.version == head.decided:
+            await self._offer()
+        else:
+            published = await self.publisher.published()
+            if published is None or published.version <= self.learner.version:
+                await self._offer()
+        for step in range(self.learner.version, head.decided):
+            log.info("replaying step %d from its decided batch", step)
+            await self._train(await self.steps.read(step))
+        await self._settle()
+
+    async def _decision(self, step: int) -> BatchDecision:
+        decision = await self.steps.decision(step)
+        try:
+            await read_decision(self.run_info.storage, step)
+        except StoreError:
+            await self.steps.copy_decision(decision)
+        return decision
+
+    async def _offer(self) -> None:
+        """The first thing a trainer does is to make its weights available: nobody can generate before (a rollout
+        waits for weights, the trainer for experience)."""
+        self.progress.activity = "offering weights"
+        version = self.learner.version
+        if await self.publisher.relay_holds(version):
+            return
+        digest = await self.publisher.offer(self.learner)
+        if not digest:
+            return
+        self.digests[version] = digest
+        if version == 0:
+            await self._request_evaluation(0, digest)
+            await self.steps.record_initial(self.member.id, digest, self.clock.now_us())
+
+    # -- sampling -----------------------------------------------------------------------------------------------
+
+    async def _next_batch(self) -> Selection | None:
+        """The next step's groups; None when the run has ended instead."""
+        t = self.config.trainer
+        while True:
+            await self._scan()
+            await self._check_errors()
+            selection = select(self.open, t.groups_per_step, t.no_signal)
+            if selection is not None:
+                return selection
+            waiting = to_retire(self.open, t.groups_per_step, t.no_signal)
+            head, _ = await self.steps.head()
+            if waiting != head.to_retire:
+                head = await self.steps.change_head(to_retire=waiting)
+            if self._nothing_will_come(head):
+                return await self._last_batch()
+            self.progress.activity = "waiting for experience"
+            await self._keep_offering()
+            await self.bell.wait(LOOK_AGAIN_S)
+
+    def _drawn(self) -> int:
+        kv = self.cursor.only
+        return Cursor.parse(kv.value).next if kv else 0
+
+    def _nothing_will_come(self, head: TrainerHead) -> bool:
+        """All prompts are drawn, and each drawn group is either consumed or complete."""
+        total = self.config.run.epochs * self.run_info.file.prompts
+        return self._drawn() >= total and head.consumed_groups + len(self.open.complete()) >= total
+
+    async def _last_batch(self) -> Selection | None:
+        t = self.config.trainer
+        final = select(self.open, t.groups_per_step, t.no_signal, final=True)
+        if final is not None and t.last_batch == "train":
+            return final
+        await self._finish("every prompt of every epoch has been drawn and has ended")
+        return None
+
+    async def _scan(self) -> None:
+        """Take in what was committed since the last look."""
+        rows = await self.experience.scan_since(self.scanned, OUTCOME_COLUMNS)
+        if rows.num_rows == 0:
+            return
+        outcomes = rows.to_pylist()
+        self.scanned = max(o["commit_seq"] for o in outcomes)
+        self.open.add(Outcome(o["group"], o["sample"], o["status"], o["reward"], o["commit_seq"]) for o in outcomes)
+        self.recent.extend((o["status"], o["error"] or "") for o in outcomes)
+
+    async def _check_errors(self) -> None:
+        """A reward or environment that fails nearly always must not look like a slow run."""
+        errors = [(status, error) for status, error in self.recent if status != "ok"]
+        window = min(ERROR_WINDOW, 2 * self.config.sampling.samples_per_prompt)
+        if len(self.recent) >= window and len(errors) > self.config.trainer.max_error_share * len(self.recent):
+            status, error = errors[-1]
+            reason = (
+                f"{len(errors)} of the last {len(self.recent)} trajectories ended with an error (limit "
+                f"{self.config.trainer.max_error_share:.0%}, trainer.max_error_share); the last: {status}: {error}"
+            )
+            await self.steps.change_head(state="failed", reason=reason)
+            raise LaminarError(reason)
+
+    async def _keep_offering(self) -> None:
+        """A relay that was restarted holds nothing: give it the newest weights again while there is time."""
+        await self._settle()
+        published = await self.publisher.published()
+        if published is not None and published.version > self.learner.version:
+            return
+        if await self.publisher.relay_holds(self.learner.version) is False:
+            await self._offer()
+
+    # -- training -----------------------------------------------------------------------------------------------
+
+    async def _decide(self, selection: Selection) -> DecidedBatch:
+        head, _ = await self.steps.head()
+        uses = {**dict.fromkeys(selection.trained, "train"), **selection.retired}
+        batch = await self.steps.decide(
+            head.decided, await self._rows_of(uses), selection.trained, dict(selection.retired)
+        )
+        self.open.consume(uses)
+        return batch
+
+    async def _rows_of(self, uses: dict[int, str]) -> pa.Table:
+        """The committed rows of these groups, with how the step uses them; in an order that only they determine."""
+        wanted = ", ".join(str(g) for g in uses)
+        rows = await self.experience.read(filter=f"group IN ({wanted})")
+        rows = rows.append_column("use", pa.array([uses[g] for g in rows["group"].to_pylist()], pa.string()))
+        return rows.sort_by([("group", "ascending"), ("sample", "ascending")])
+
+    async def _train(self, batch: DecidedBatch) -> None:
+        """One optimizer step; its rows are recorded and its version announced while the next batch is sampled."""
+        step = batch.decision.step
+        self.progress.activity = f"training step {step}"
+        rows = batch.rows.to_pylist()
+        uses = ("train",) if self.config.trainer.skip_no_signal else ("train", "no_signal")
+        samples = [sample_of(r) for r in rows if r["use"] in uses and r["status"] == "ok"]
+        before = self.clock.monotonic()
+        result = await asyncio.to_thread(self.learner.train, samples)
+        train_s = self.clock.monotonic() - before
+        await self._settle()
+        if not self.member.session.alive:
+            raise Fenced(f"{self.member.id} lost its lease while it trained step {step}")
+        staged = await self.publisher.stage(self.learner)
+        self.after_step = asyncio.create_task(self._after(batch, rows, result, staged, train_s), name=f"after step {step}")
+        if self.learner.version % self.config.trainer.checkpoint_every == 0:
+            await self._settle()
+            await self._checkpoint()
+
+    async def _after(
+        self, batch: DecidedBatch, rows: list[dict[str, Any]], result: StepResult, staged: Staged | None, train_s: float
+    ) -> None:
+        """Announce the version, then record the step with the digest it got."""
+        step = batch.decision.step
+        digest = ""
+        if staged is not None:
+            try:
+                digest = await self.publisher.announce(staged, expected_digest=self.digests.get(staged.version, ""))
+                self.digests[staged.version] = digest
+            except (WeightsError, OSError) as e:
+                log.error("version %d was not published: %s", staged.version, e)
+        metrics = step_metrics(batch, rows, result, version_before=step, started=train_s)
+        if staged is not None:
+            metrics |= {"publish_copy_s": staged.copy_s, "publish_cast_s": staged.cast_s}
+        metrics["publishes_skipped"] = float(self.publisher.skipped)
+        version = step + 1
+        await self.steps.record(
+            step, self.member.id, step_rows(step, rows, result), metrics, version, digest, self.clock.now_us()
+        )
+        self.progress.metrics = metrics
+        self.sinks.log(step, metrics, at_us=self.clock.now_us())
+        log.info(
+            "step %d trained: reward %s, %d groups trained, %d retired, staleness %.2f, %.1f s",
+            step, _number(metrics["reward_mean"]), len(batch.decision.trained), len(batch.decision.retired),
+            metrics["staleness_mean"] or 0.0, train_s,
+        )  # fmt: skip
+        every = self.config.evaluation.every
+        if digest and (version % every == 0 or version == self.config.run.max_steps):
+            await self._request_evaluation(version, digest)
+
+    async def _settle(self) -> None:
+        """Wait for what the last step left to do."""
+        task, self.after_step = self.after_step, None
+        if task is not None:
+            await task
+
+    async def _checkpoint(self) -> None:
+        version = self.learner.version
+        self.progress.activity = f"writing the checkpoint of version {version}"
+        before = self.clock.monotonic()
+        await save_checkpoint(self.run_info.storage, self.learner, self.digests.get(version, ""), self.member.id)
+        head, _ = await self.steps.head()
+        if version > head.checkpoint:
+            await self.steps.change_head(checkpoint=version)
+        await prune_checkpoints(self.run_info.storage, self.config.trainer.keep_checkpoints)
+        log.info("wrote the checkpoint of version %d in %.1f s", version, self.clock.monotonic() - before)
+
+    async def _request_evaluation(self, version: int, digest: str) -> None:
+        if self.config.evaluation.size == 0:
+            return
+        request = EvaluationRequest(version=version, digest=digest)
+        await self.steps.change_head([Put(f"{self.run_info.keys.evaluations}{version:09d}", request.dump())])
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    async def _finish(self, reason: str) -> None:
+        """The last checkpoint, the last evaluations, the rest retired; then the run is done."""
+        await self._settle()
+        await self._checkpoint()
+        await self._await_evaluations()
+        rest = await self._rest()
+        await self.steps.close(await self._rows_of(rest) if rest else EMPTY, rest, reason)
+        log.info("the run is done: %s", reason)
+
+    async def _await_evaluations(self) -> None:
+        self.progress.activity = "waiting for the last evaluation"
+        pending = Mirror(self.run_info.coordination, self.run_info.keys.evaluations)
+        async with pending:
+            deadline = self.clock.monotonic() + EVALUATION_WAIT_S
+            while pending.items and self.clock.monotonic() < deadline:
+                await self._keep_offering()
+                await pending.wait_for(lambda: not pending.items, 2.0)
+            if pending.items:
+                log.error("%d evaluations did not end within %.0f s", len(pending.items), EVALUATION_WAIT_S)
+
+    async def _rest(self) -> dict[int, str]:
+        """Groups that were drawn and can no longer be trained on, with the reason of their retirement."""
+        self.progress.activity = "retiring the rest"
+        head, _ = await self.steps.head()
+        while self._drawn() > head.consumed_groups + len(self.open.complete()):
+            await self._scan()
+            await self.bell.wait(LOOK_AGAIN_S)
+        return {g: self.open.verdict(g) or REMAINDER for g in self.open.complete()}
+
+    async def report(self) -> None:
+        """Keep this worker's load record fresh."""
+        key = self.run_info.keys.load("trainer", self.member.id)
+        while True:
+            head, _ = await self.steps.head()
+            record = TrainerProgress(step=head.step, activity=self.progress.activity, metrics=self.progress.metrics)
+            await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
+            await self.clock.sleep(1.0)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+async def trainer_main(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
+    """Campaign for the leadership, then train until the run is done."""
+    election = Election(run.coordination, member.session, run.keys.leader("trainer"), member.id)
+    leadership = await election.campaign()
+    log.info("%s leads the training", member.id)
+    learner = await asyncio.to_thread(make_learner)
+    trainer = Trainer(run, member, leadership, learner, experience, sinks)
+    training = asyncio.create_task(trainer.run())
+    reporting = asyncio.create_task(trainer.report())
+    lost = asyncio.create_task(member.until_lost())
+    replaced = asyncio.create_task(leadership.lost.wait())
+    tasks = [training, reporting, lost, replaced]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        if replaced in done and training not in done:
+            raise Fenced(f"{member.id} no longer leads the training")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

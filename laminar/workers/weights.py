@@ -1,0 +1,43 @@
+"""Where a version can be had: the relay of this host, or the files of the store."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+
+from laminar.buffer.coordination import KeyValue
+from laminar.buffer.records import WorkerRecord
+from laminar.errors import LaminarError
+from laminar.relay.client import AsyncRelayClient
+from laminar.workers.checkpoints import exported_version
+from laminar.workers.context import Run
+from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
+
+log = logging.getLogger(__name__)
+
+
+def local_relay(relays: Sequence[KeyValue]) -> WorkerRecord | None:
+    """The newest relay of this host."""
+    records = [(kv.create_revision, WorkerRecord.parse(kv.value)) for kv in relays]
+    here = [(revision, r) for revision, r in records if r.host == socket.gethostname() and r.endpoint]
+    return max(here, key=lambda pair: pair[0])[1] if here else None
+
+
+def relay_socket(record: WorkerRecord) -> str:
+    return record.endpoint.removeprefix("unix:")
+
+
+async def find_weights(run: Run, relays: Sequence[KeyValue], version: int) -> WeightSource | None:
+    """None when neither the relay nor a checkpoint has the version (now)."""
+    record = local_relay(relays)
+    if record is not None:
+        try:
+            status = await AsyncRelayClient(relay_socket(record), run=run.keys.run).status()
+            for held in status.versions:
+                if held.info.version == version:
+                    return RelayWeights(relay_socket(record), version, held.info.digest)
+        except (LaminarError, OSError) as e:
+            log.warning("the relay %s did not answer: %s", record.id, e)
+    export = await exported_version(run.storage, version)
+    return FolderWeights(export.folder, version, export.digest) if export else None

@@ -209,10 +209,8 @@ def experience_export(
 def audit(target: Target = None, etcd: Etcd = "") -> None:
     """Check that every drawn trajectory is there exactly once, and all else that must hold. Exits with 1 if not."""
     from laminar.workers.inspect import audit_run, open_store
-    from laminar.workers.status import reachable_endpoints
 
-    store = open_store(target)
-    report = audit_run(store, _endpoints(etcd) or reachable_endpoints(store))
+    report = audit_run(open_store(target), _endpoints(etcd))
     for problem in report.problems:
         _print(Text(problem, style="red"))
     _print(Text(report.summary))

@@ -137,9 +137,11 @@ class TestLooking:
         assert "exact 0.75" in output
 
     def test_sql_says_how_many_rows_are_not_shown(self, here: Path) -> None:
-        output = CliRunner().invoke(
-            app, ["experience", "sql", "my-run", "select sample from experience", "--limit", "5"]
-        ).output
+        output = (
+            CliRunner()
+            .invoke(app, ["experience", "sql", "my-run", "select sample from experience", "--limit", "5"])
+            .output
+        )
         assert "47 more rows" in output
 
 

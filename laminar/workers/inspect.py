@@ -15,6 +15,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ def resolve_target(target: str | None) -> str:
     """
     if target is None:
         return _newest_run()
+    target = target.removeprefix("file://")
     if "://" in target:
         return target.rstrip("/")
     for folder in (Path(target), RUNS / target):
@@ -78,6 +80,13 @@ class StoreView:
 
     root: str
     run: RunFile
+
+    @classmethod
+    def open(cls, root: str) -> StoreView:
+        """Blocks. Raises StoreError or FormatTooNew if there is no run at `root` that this version can read."""
+        # In a thread of its own: the caller may be inside an event loop.
+        with ThreadPoolExecutor(1, thread_name_prefix="open-store") as pool:
+            return cls(root, pool.submit(lambda: asyncio.run(read_run(open_storage(root)))).result())
 
     @property
     def local(self) -> bool:
@@ -176,8 +185,7 @@ def explained(sql: str) -> Iterator[None]:
 
 def open_store(target: str | None) -> StoreView:
     """Raises ConfigError if there is no such folder; StoreError or FormatTooNew if it holds no run that we can read."""
-    root = resolve_target(target)
-    return StoreView(root, asyncio.run(read_run(open_storage(root))))
+    return StoreView.open(resolve_target(target))
 
 
 def list_experience(store: StoreView, *, limit: int, where: str = "") -> pa.Table:
@@ -304,7 +312,7 @@ class AuditReport:
 
 
 def audit_run(store: StoreView, endpoints: list[str]) -> AuditReport:
-    """Check the store's invariants; against etcd at one revision too, where `endpoints` are given. Blocks."""
+    """Check the invariants from etcd at one revision and the store. `endpoints` empty: where the run says. Blocks."""
     from laminar.workers.auditing import run_audit
 
     problems, summary = run_audit(store=store.root, endpoints=endpoints)

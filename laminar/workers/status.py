@@ -1,7 +1,7 @@
 """How a run stands: live from etcd while it works, from the store's tables after its end.
 
-    etcd   ──read_live──▶  LiveStatus ──to_snapshot──▶ display
-    tables ──step_rows──▶  StepRow, one a trained step
+etcd   ──read_live──▶  LiveStatus ──to_snapshot──▶ display
+tables ──step_rows──▶  StepRow, one a trained step
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from laminar.buffer.records import (
 )
 from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
 from laminar.workers.display import Event, Snapshot, WorkerView
-from laminar.workers.inspect import StoreView
+from laminar.workers.inspect import RUNS, StoreView
 
 LIVE_DEADLINE_S = 8.0
 PROBE_S = 1.0
@@ -119,18 +119,11 @@ def known_endpoints(store: StoreView) -> list[list[str]]:
     """Where this run's etcd may listen, best first."""
     configured = store.run.config.get("coordination", {}).get("endpoints") or []
     known = [list(configured)] if configured else []
-    path = Path(store.root) / "etcd" / "endpoint"
-    if store.local and path.is_file():
+    # An embedded etcd keeps its data on a local disk: beside a remote store, not in it.
+    path = (Path(store.root) if store.local else RUNS / store.run.run) / "etcd" / "endpoint"
+    if path.is_file():
         known.append([path.read_text(encoding="utf-8").strip()])
     return known
-
-
-def reachable_endpoints(store: StoreView) -> list[str]:
-    """The first of the known addresses at which something listens; empty if there is none. Blocks."""
-    for endpoints in known_endpoints(store):
-        if asyncio.run(_any_listens(endpoints)):
-            return endpoints
-    return []
 
 
 async def _try_live(store: StoreView, endpoints: list[str]) -> tuple[LiveStatus | None, str]:

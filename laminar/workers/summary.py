@@ -78,7 +78,7 @@ def _fates(store: StoreView, decided: Sequence[BatchDecision]) -> list[Fate]:
     with store.connect() as connection:
         connection.register("fates", fates)
         rows = connection.sql(
-            'select fate, count(*) as n, avg(len(token_ids)) as mean, max(len(token_ids)) as longest '
+            "select fate, count(*) as n, avg(len(token_ids)) as mean, max(len(token_ids)) as longest "
             'from experience join fates using ("group") group by fate'
         ).to_arrow_table()
     lengths = {row["fate"]: row for row in rows.to_pylist()}

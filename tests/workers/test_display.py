@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
-from collections.abc import Callable
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from laminar.buffer.coordination import Coordination
+from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.keys import Keys
 from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import (
@@ -31,7 +36,7 @@ from laminar.workers import render as rendering
 from laminar.workers.display import Display, Event, Snapshot, WorkerView, plain_line, render
 from laminar.workers.inspect import open_store
 from laminar.workers.plot import plot, running_mean
-from laminar.workers.status import RunStatus, read_live, to_snapshot
+from laminar.workers.status import RunStatus, read_live, run_status, to_snapshot
 
 SNAPSHOT = Snapshot(
     run="quickstart",
@@ -128,10 +133,37 @@ class TestPlainLines:
         assert Display(plain=False, console=terminal).plain
 
 
-async def a_run(coordination: Coordination) -> None:
+@pytest.fixture
+def etcd(tmp_path: Path) -> Iterator[str]:
+    """Address of an etcd of this test's own."""
+    binary = shutil.which("etcd")
+    if binary is None:
+        pytest.skip("no etcd here")
+    client, peer = free_port(), free_port()
+    urls = [f"http://127.0.0.1:{port}" for port in (client, peer)]
+    process = subprocess.Popen(
+        [binary, "--data-dir", str(tmp_path / "etcd-data"), "--name", "a", "--initial-cluster", f"a={urls[1]}",
+         "--listen-client-urls", urls[0], "--advertise-client-urls", urls[0],
+         "--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1]],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield f"127.0.0.1:{client}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+async def a_run(coordination: Coordination, store_id: str = "abc") -> None:
     """Twelve groups drawn, eight consumed; one claim in each of groups 10 and 11."""
     keys = Keys("my-run", 2)
-    manifest = RunManifest(run="my-run", store="s", store_id="abc", generation=2, format_version=1)
+    manifest = RunManifest(run="my-run", store="s", store_id=store_id, generation=2, format_version=1)
     claim = Claim(owner="rollout-h-1-aa", term=1, version=4, state="generating", source=Source(worker="w", term=1))
     worker = WorkerRecord(kind="rollout", id="rollout-h-1-aa", host="h", pid=1, started_at_us=0)
     load = Load(version=4, running=2, waiting=1, kv_tokens=25, kv_capacity=100, decode_tokens_per_s=50, draining=True)
@@ -174,6 +206,19 @@ class TestLiveStatus:
         assert "running: 4 steps trained, 5 decided" in text
         assert "weights     version 4, digest dddddddddddd, 2.0 MiB" in text
         assert "uncommitted 7 experience" in text and "manager 3-cc" in text
+
+    async def test_a_running_run_is_found_through_its_endpoint_file(
+        self, make_store: Callable[..., Path], etcd: str
+    ) -> None:
+        root = make_store()
+        (root / "etcd").mkdir()
+        (root / "etcd" / "endpoint").write_text(etcd)
+        coordination = EtcdCoordination([etcd])
+        await a_run(coordination, store_id=open_store(str(root)).run.store_id)
+        await coordination.close()
+        result = await asyncio.to_thread(run_status, open_store(str(root)), [])
+        assert result.why_not_live == "" and result.live is not None
+        assert result.live.head is not None and result.live.head.step == 4
 
     async def test_another_run_behind_the_same_port_is_told_apart(self) -> None:
         coordination = MemoryCoordination(MemoryEtcd())

@@ -14,7 +14,14 @@ from rich.console import Console
 
 from laminar.errors import ConfigError, StoreError
 from laminar.workers.export import export_table
-from laminar.workers.inspect import TrajectoryView, list_experience, open_store, resolve_target, show_trajectory
+from laminar.workers.inspect import (
+    StoreView,
+    TrajectoryView,
+    list_experience,
+    open_store,
+    resolve_target,
+    show_trajectory,
+)
 from laminar.workers.render import trajectory
 from laminar.workers.status import run_status, step_rows
 from laminar.workers.summary import collect, summary
@@ -34,8 +41,13 @@ class TestNamingARun:
         assert resolve_target(str(root)) == str(root)
         assert resolve_target("my-run") == "runs/my-run"
         assert resolve_target(None) == "runs/my-run"
+        assert resolve_target(f"file://{root}") == str(root)
         assert resolve_target("s3://bucket/run/") == "s3://bucket/run"
         assert open_store("my-run").run.run == "my-run"
+
+    async def test_inside_an_event_loop_too(self, make_store: MakeStore) -> None:
+        root = make_store(tables=False)
+        assert StoreView.open(str(root)).run.run == "my-run"
 
     def test_a_misspelt_name_is_answered_with_the_near_one(self, make_store: MakeStore, in_folder: Path) -> None:
         make_store("my-run", tables=False)

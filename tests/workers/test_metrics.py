@@ -114,6 +114,15 @@ class TestTensorBoard:
         seen = read_events(tmp_path / "tensorboard")
         assert seen == {"reward_mean": [(1, 0.25)], "staleness_mean": [(0, 0.0), (1, 1.0)]}
 
+    def test_no_secret_of_the_environment_is_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Case 63: an API key in the environment; found nowhere under the store root."""
+        monkeypatch.setenv("WANDB_API_KEY", "a-very-secret-key")
+        sinks = MetricSinks(str(tmp_path), LoggingConfig())
+        sinks.log(0, {"reward_mean": 1.0})
+        sinks.close()
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert files and not any(b"a-very-secret-key" in path.read_bytes() for path in files)
+
     def test_remote_stores_and_switched_off_write_no_files(self, tmp_path: Path) -> None:
         assert MetricSinks("s3://bucket/run", LoggingConfig()).close() == []
         assert MetricSinks(str(tmp_path), LoggingConfig(tensorboard=False)).close() == []

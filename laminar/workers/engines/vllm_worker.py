@@ -1,0 +1,89 @@
+"""The part of the vLLM engine that runs inside the engine's own process, beside the model.
+
+vLLM mixes `LaminarWorker` into its worker class; the rollout calls its methods by name over vLLM's RPC. Results are
+plain data: an exception raised here would reach the rollout as text only, without its kind.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from typing import Any
+
+import torch
+
+from laminar.errors import WeightsError
+from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
+from laminar.workers.engines.weights import ModelTensors, opened
+
+PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
+"""Process id of the rollout. An environment variable, since vLLM imports this module before any RPC can arrive."""
+
+
+def die_with(parent: int) -> None:
+    """End this process as soon as process `parent` is gone, however it ended.
+
+    Not PR_SET_PDEATHSIG: that follows the parent's *thread*, and vLLM is started from a thread of a pool.
+    """
+    try:
+        handle = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-rollout", daemon=True).start()
+
+
+_parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+if _parent and _parent != os.getpid():
+    die_with(_parent)
+
+
+class LaminarWorker:
+    """Mixed into vLLM's worker: `self.model_runner`, `self.vllm_config` and `self.reload_weights` are vLLM's."""
+
+    model_runner: Any
+    vllm_config: Any
+    reload_weights: Any
+
+    def laminar_identity(self) -> dict[str, int]:
+        return {"pid": os.getpid()}
+
+    def laminar_load(self, source: dict[str, Any], dtype: str, chunk_bytes: int) -> dict[str, str]:
+        """Replace the weights. Runs between two steps of the engine, which waits for it.
+
+        Returns {"outcome": "loaded"}, {"outcome": "refused", "error"}: nothing was touched, or
+        {"outcome": "broken", "error"}: it failed half-way, the engine's weights are no version any more.
+        """
+        kind = source.pop("kind")
+        wanted: WeightSource = RelayWeights(**source) if kind == "relay" else FolderWeights(**source)
+        touched = False
+        try:
+            model = ModelTensors.of_folder(self.vllm_config.model_config.model, dtype)
+            with opened(wanted, model, chunk_bytes=chunk_bytes) as tensors, torch.no_grad():
+                touched = True
+                self.reload_weights(weights_iterator=iter(tensors.items()))
+                self._refresh_tied_head()
+        except Exception as e:  # the RPC would lose whether the engine is still whole
+            error = str(e) if isinstance(e, WeightsError) else f"{type(e).__name__}: {e}"
+            return {"outcome": "broken" if touched else "refused", "error": error}
+        return {"outcome": "loaded"}
+
+    def _refresh_tied_head(self) -> None:
+        # On CPU a tied head keeps its own packed copy of the embeddings, which vLLM's reload does not renew.
+        from vllm.platforms import current_platform
+
+        head: Any = getattr(self.model_runner.get_model(), "lm_head", None)
+        if not current_platform.is_cpu() or getattr(head, "cpu_linear", None) is None:
+            return
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        dispatch_cpu_unquantized_gemm(head, remove_weight=False)

@@ -13,20 +13,15 @@ accidents and stale writers, not against malice from inside the user account.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
 import signal
 from enum import Enum
 
-import numpy
-
 from laminar.errors import ConfigError, WeightsError
-
-MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+from laminar.relay.mapping import HUGE_PAGE, SharedMapping
+from laminar.relay.memory import available_bytes
 
 
 class ArenaState(Enum):
@@ -47,14 +42,21 @@ TRANSITIONS = {
 class Arena:
     """One memfd of `capacity` bytes, mapped read-write here. Its pages exist: writing cannot run out of memory."""
 
-    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
+    def __init__(self, fd: int, mapping: SharedMapping) -> None:
         self.fd = fd
         self.state = ArenaState.FREE
         self._mapping = mapping
 
     @classmethod
     def create(cls, capacity: int) -> Arena:
-        """Allocate and touch `capacity` bytes (0.3-1 GB/s: call it in a thread). Raises WeightsError without memory."""
+        """Allocate and touch `capacity` bytes, rounded up to whole huge pages where that is little (0.3-1 GB/s: call it
+        in a thread). Raises WeightsError without memory."""
+        if capacity >= HUGE_PAGE:
+            capacity = -(-capacity // HUGE_PAGE) * HUGE_PAGE
+        available = available_bytes()
+        # The kernel would hand out pages until it kills a process: nothing limits a memfd.
+        if capacity > available:
+            raise WeightsError(f"no memory for another arena of {capacity} bytes: {available} are available")
         raw = os.memfd_create("laminar-arena", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(raw, 0, capacity)
@@ -66,22 +68,23 @@ class Arena:
         try:
             # Should anyone ever open the file during a lease check, the default SIGIO would end this process.
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
-            mapping = mmap.mmap(fd, capacity)
+            mapping = SharedMapping(fd, capacity, writable=True)
         except OSError as e:
             os.close(fd)
             raise WeightsError(f"cannot map an arena of {capacity} bytes: {e.strerror}") from e
-        populate(mapping, writable=True)
+        mapping.use_huge_pages()
+        mapping.populate()
         return cls(fd, mapping)
 
     @property
     def capacity(self) -> int:
-        return len(self._mapping)
+        return self._mapping.nbytes
 
     def buffer(self, nbytes: int) -> memoryview:
         """The first `nbytes` bytes, writable, of this process's mapping."""
         if nbytes > self.capacity:
             raise WeightsError(f"{nbytes} bytes do not fit into an arena of {self.capacity}")
-        return memoryview(self._mapping)[:nbytes]
+        return self._mapping.buffer[:nbytes]
 
     def open_for_reading(self) -> int:
         """A new read-only descriptor: it cannot be mapped writable. The caller closes it."""
@@ -153,15 +156,6 @@ class ArenaPool:
         for arena in self.arenas:
             arena.close()
         self.arenas.clear()
-
-
-def populate(mapping: mmap.mmap, *, writable: bool) -> None:
-    """Fault in all pages of `mapping` at once: a fifth of the cost of one fault a page. Releases the GIL.
-
-    Kernels before 5.14 do not know the call; the pages are then faulted in one by one as they are used.
-    """
-    address = int(numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data)
-    _libc.madvise(address, len(mapping), MADV_POPULATE_WRITE if writable else MADV_POPULATE_READ)
 
 
 def check_leases() -> None:

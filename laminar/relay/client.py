@@ -15,7 +15,6 @@ time, WeightsError for what the relay refuses.
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import socket
 import time
@@ -25,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 from laminar.errors import WeightsError
-from laminar.relay.arena import populate
 from laminar.relay.layout import Layout, verify
+from laminar.relay.mapping import SharedMapping
 from laminar.relay.protocol import (
     HEADER,
     MAX_VERSION,
@@ -91,6 +90,10 @@ class RelayConnection:
             errors=tuple(reply["errors"]),
         )
 
+    def versions(self) -> list[VersionInfo]:
+        """What the relay holds, oldest first."""
+        return [held.info for held in self.status().versions]
+
     def reserve(self, layout: Layout) -> WritableArena | None:
         """Memory for a version of this layout; None if the relay has no free arena. May be called ahead of need."""
         wire = _Wire(self.socket_path, self.run, self.timeout)
@@ -146,14 +149,14 @@ class RelayConnection:
 class WritableArena:
     """A reserved arena: fill `buffer`, then `seal` or `abandon`. Dying before the seal leaves no version."""
 
-    def __init__(self, layout: Layout, mapping: mmap.mmap, wire: _Wire, timeout: float) -> None:
+    def __init__(self, layout: Layout, mapping: SharedMapping, wire: _Wire, timeout: float) -> None:
         self.layout = layout
-        self.buffer = memoryview(mapping)
+        self.buffer = mapping.buffer
         self._mapping = mapping
         self._wire = wire
         self._timeout = timeout
         # A child forked during a publish must not keep the arena writable.
-        mapping.madvise(mmap.MADV_DONTFORK)
+        mapping.keep_from_children()
 
     def seal(self, version: int) -> VersionInfo:
         """Close the mapping, so that the bytes are final, and make them `version`.
@@ -175,7 +178,7 @@ class WritableArena:
         self._unmap()
 
     def _unmap(self) -> None:
-        _close(self.buffer, self._mapping, "the arena")
+        _close(self._mapping, "the arena")
 
     def __enter__(self) -> WritableArena:
         return self
@@ -193,13 +196,15 @@ class WritableArena:
 class MappedVersion:
     """A version mapped read-only; its memory stays as it is until `close`, whatever the relay does or suffers."""
 
-    def __init__(self, info: VersionInfo, layout: Layout, chunk_bytes: int, mapping: mmap.mmap, wire: _Wire) -> None:
+    def __init__(
+        self, info: VersionInfo, layout: Layout, chunk_bytes: int, mapping: SharedMapping, wire: _Wire
+    ) -> None:
         self.info = info
         self.version = info.version
         self.digest = info.digest
         self.layout = layout
         self.chunk_bytes = chunk_bytes
-        self.buffer = memoryview(mapping)
+        self.buffer = mapping.buffer
         self._mapping = mapping
         self._wire = wire
 
@@ -209,7 +214,7 @@ class MappedVersion:
 
     def close(self) -> None:
         """Raises WeightsError if tensors over `buffer` are still alive."""
-        _close(self.buffer, self._mapping, f"version {self.version}")
+        _close(self._mapping, f"version {self.version}")
         self._wire.close()
 
     def __enter__(self) -> MappedVersion:
@@ -232,6 +237,9 @@ class AsyncRelayClient:
 
     async def status(self) -> RelayStatus:
         return await asyncio.to_thread(self.connection.status)
+
+    async def versions(self) -> list[VersionInfo]:
+        return await asyncio.to_thread(self.connection.versions)
 
     async def reserve(self, layout: Layout) -> WritableArena | None:
         return await asyncio.to_thread(self.connection.reserve, layout)
@@ -347,22 +355,21 @@ def _unavailable(path: Path, request: Message, timeout: float, error: Exception)
     return RelayUnavailable(f"relay at {path}: {request['command']!r} {what} (limit {timeout:.1f} s); is it running?")
 
 
-def _map(fd: int, nbytes: int, *, writable: bool) -> mmap.mmap:
+def _map(fd: int, nbytes: int, *, writable: bool) -> SharedMapping:
     """Map all of `fd` and close it: the mapping alone keeps the memory."""
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=protection)
-    except (OSError, ValueError) as e:
+        mapping = SharedMapping(fd, nbytes, writable=writable)
+    except OSError as e:
         raise WeightsError(f"cannot map {nbytes} bytes of the relay's memory: {e}") from e
     finally:
         os.close(fd)
-    populate(mapping, writable=writable)
+    if writable:
+        mapping.populate()
     return mapping
 
 
-def _close(buffer: memoryview, mapping: mmap.mmap, what: str) -> None:
+def _close(mapping: SharedMapping, what: str) -> None:
     try:
-        buffer.release()
         mapping.close()
     except BufferError as e:
         raise WeightsError(f"{what} is still in use: drop the tensors and views over its buffer first") from e

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from laminar.errors import WeightsError
 from laminar.relay.arena import Arena, ArenaPool, ArenaState, check_leases
 from laminar.relay.layout import Layout, checksums, version_digest
-from laminar.relay.memory import INCOMING, available_bytes, check_memory
+from laminar.relay.memory import INCOMING, check_memory
 from laminar.relay.protocol import VersionInfo
 
 log = logging.getLogger(__name__)
@@ -89,15 +89,15 @@ class Holdings:
     async def reserve(self, layout: Layout) -> Arena | None:
         """An arena for a version that comes in; None if both are in use or memory is short: skip the version."""
         size = layout.total_bytes
-        self._weights_bytes = max(self._weights_bytes, size)
+        self._weights_bytes = usual = max(self._weights_bytes, size)
         while self.pool.count(ArenaState.INCOMING) < INCOMING:
             arena = self.pool.take(size)
             if arena is not None:
                 self._spawn(self._top_up())
                 return arena
-            if self._growing is None and not self._may_grow(size):
+            if self._growing is None and not self.pool.may_create(usual):
                 break
-            if not await self._grow(size):
+            if not await self._grow(usual):
                 break
         return None
 
@@ -193,15 +193,6 @@ class Holdings:
             log.info("released version=%d", version)
             self.pool.release(self._held.pop(version).arena)
 
-    def _may_grow(self, size: int) -> bool:
-        if not self.pool.may_create(size):
-            return False
-        available = available_bytes()
-        if available < size:
-            self.record_error(f"no memory for another arena of {size} bytes: {available} are available")
-            return False
-        return True
-
     async def _top_up(self) -> None:
         """Keep two arenas free or incoming, so that a publish finds touched memory."""
         while True:
@@ -210,7 +201,7 @@ class Holdings:
             ready = sum(a.state is ArenaState.FREE and a.capacity >= size for a in self.pool.arenas)
             if ready + self.pool.count(ArenaState.INCOMING) >= INCOMING:
                 return
-            if self._growing is None and not self._may_grow(size):
+            if self._growing is None and not self.pool.may_create(size):
                 return
             if not await self._grow(size):
                 return

@@ -358,7 +358,7 @@ def _bind(path: Path) -> socket.socket:
             f"the relay's folder {path.parent} has mode {stat.S_IMODE(folder.st_mode):o} and user {folder.st_uid}: it "
             f"must belong to user {os.getuid()} alone; chmod 700 it or name another"
         )
-    if path.exists():
+    if path.is_symlink() or path.exists():
         _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -373,6 +373,9 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
+    # A regular file refuses connections just as a dead socket does.
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"{path} exists and is not a relay's socket; remove it or use another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -381,5 +384,5 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
             return
         except OSError as e:
-            raise ConfigError(f"{path} exists and is not a relay's socket ({e.strerror}); remove it") from e
+            raise ConfigError(f"{path} cannot be tried ({e.strerror}); remove it if no relay runs") from e
     raise ConfigError(f"a relay serves at {path} already; stop it or use another path")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
+import numpy
 import torch
 
 from laminar.errors import WeightsError
@@ -33,9 +34,10 @@ def views(buffer: memoryview, layout: Layout) -> dict[str, torch.Tensor]:
     if buffer.nbytes < layout.total_bytes:
         raise WeightsError(f"{buffer.nbytes} bytes are too few for a layout of {layout.total_bytes} bytes")
     with warnings.catch_warnings():
-        # torch warns once that a read-only buffer gives writable tensors; the docstring says it.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        flat = torch.frombuffer(buffer, dtype=torch.uint8, count=layout.total_bytes)
+        # torch warns that a read-only buffer gives writable tensors; the docstring says it.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        # Not torch.frombuffer: it does not count as an export, so the memory could be unmapped under the tensors.
+        flat = torch.from_numpy(numpy.frombuffer(buffer, dtype=numpy.uint8, count=layout.total_bytes))
     result = {}
     for spec in layout.tensors:
         raw = flat[spec.offset : spec.offset + spec.nbytes]

@@ -165,6 +165,8 @@ class MemoryCoordination:
                 subscription = await self._subscribe(prefix, seen)
                 while (batch := await self._next_batch(subscription)) is not None:
                     backoff.reset()
+                    if batch[-1].revision <= seen:  # asked for from `seen` on, as the real client does
+                        continue
                     seen = batch[-1].revision
                     for change in batch:
                         yield change

@@ -159,6 +159,12 @@ class EtcdProcess:
             process.kill()
             await asyncio.to_thread(process.wait)
 
+    async def ended(self) -> int:
+        """Wait until etcd has ended by itself or was killed; its exit code."""
+        while (code := self.returncode) is None:
+            await asyncio.sleep(0.2)
+        return code
+
     async def restart(self, deadline_s: float = 30.0) -> None:
         """Stop, if it still runs, and start on the same data and ports."""
         await self.stop()
@@ -167,7 +173,7 @@ class EtcdProcess:
     def _unhealthy(self, deadline_s: float, error: CoordinationUnavailable) -> LaminarError:
         tail = self._tail()
         if "holds the file lock" in tail:
-            return ConfigError(f"{self.data_dir} is in use by another etcd; stop that run, or give this one another name")
+            return ConfigError(f"{self.data_dir} is in use by another etcd; stop that run or choose another name")
         return CoordinationError(
             f"etcd on {self.data_dir} (pid {self.pid}) does not serve after {deadline_s:g} s: {error}; the end of "
             f"{self.log_path}:\n{tail}"

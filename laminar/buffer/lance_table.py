@@ -1,16 +1,15 @@
-"""A committed table as a Lance data set: fenced, recognisable, durable commits; bounded files and memory.
+"""A committed table as a Lance data set: exclusive, recognisable, durable commits; bounded files and memory.
 
     commit:   data files ──fsync──▶ manifest (only as version `target`) ──fsync──▶ acknowledged
     compact:  merged files ──fsync──▶ manifest ──fsync──▶ old versions and what only they refer to are deleted
 
-Lance alone promises less, as measured: a late append is rebased and doubles rows; local files are never synced, so
-that a power cut takes acknowledged commits and can leave a newest manifest that does not open, or that opens as an
-empty table of version 0. So the fence (`_Fence`) refuses any version but the target, every step is synced here, and
-`_newest` checks what it opens and sets an unreadable newest manifest aside: it cannot have been acknowledged.
-
-Lance checks that the target is free and then writes it, in two steps. Between two committers that are both in that
-moment the later one wins; both carry the same intent then (same key, same rows), since an intent is announced under
-leadership and resolved before another one. A commit reads its key back before it is acknowledged.
+Lance alone promises less, as measured: it rebases a late `Append`, which doubles rows, and a `commit_lock` that would
+forbid this replaces the atomic creation of a manifest by look-then-write (one acknowledged commit of 150 races was
+lost). So rows are committed as a `Merge` that lists all fragments, and a compaction as a `Rewrite` under fragment
+ids of our own: Lance holds either incompatible with whatever came since the version it was made for, and creates
+the manifest atomically. Lance never syncs local files either: a power cut takes acknowledged commits and can leave
+a newest manifest that does not open, or that opens as an empty table of version 0. So every step is synced here,
+and `_newest` checks what it opens and sets an unreadable newest manifest aside: it was not acknowledged.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,8 @@ DATA_STORAGE_VERSION = "2.0"
 MESSAGE = "__lance_commit_message"
 CACHE_BYTES = 64 << 20
 """Each of Lance's two caches; unbounded, they grew by 900 MB in 3,000 commits."""
-ROWS_PER_FRAGMENT = 100_000
+ROWS_PER_FRAGMENT = 10_000
+"""Fragments below this are merged by a compaction; 10,000 trajectories of 4,096 tokens are about half a gigabyte."""
 SET_ASIDE = ".unreadable"
 VERSIONS_UP = (1 << 64) - 1
 """Manifests are named by this minus their version, so that the newest is listed first."""
@@ -105,7 +106,7 @@ class LanceTable:
     def _explained(self, e: Exception) -> StoreError:
         reason = _first_line(e)
         if "No space left" in reason or "os error 28" in reason:
-            return StorageFull(f"no space is left for the table {self.uri}: {reason}; free some, commits are tried again")
+            return StorageFull(f"no space is left for the table {self.uri}: {reason}; free some, it is tried again")
         return StoreError(f"the table {self.uri} could not be read or written: {reason}")
 
     # -- opening ------------------------------------------------------------------------------------------------
@@ -150,16 +151,17 @@ class LanceTable:
             )
         return dataset
 
-    def _open(self, version: int | None = None, fence: _Fence | None = None) -> Any:
+    def _open(self, version: int | None = None) -> Any:
         import lance
-        from lance.lance import Session
 
         if self._session is None:
-            self._session = Session(metadata_cache_size_bytes=CACHE_BYTES, index_cache_size_bytes=CACHE_BYTES)
+            # Lance's type stubs leave out this public name.
+            self._session = lance.Session(  # type: ignore[attr-defined]
+                metadata_cache_size_bytes=CACHE_BYTES, index_cache_size_bytes=CACHE_BYTES
+            )
         return lance.dataset(
             self.uri,
             version=version,
-            commit_lock=fence,
             storage_options=self.storage_options,
             session=self._session,
         )
@@ -203,12 +205,13 @@ class LanceTable:
     # -- committing ---------------------------------------------------------------------------------------------
 
     def _commit(self, rows: pa.Table, target: int, key: str) -> int:
-        from lance import LanceDataset, LanceOperation
+        from lance import LanceOperation
         from lance.fragment import write_fragments
 
         with self._lock:
             newest = self._newest()
-            self._require_next(0 if newest is None else int(newest.version), target, key)
+            if target != (next_version := 1 if newest is None else newest.version + 1):
+                raise self._taken(target, key, f"the next one is {next_version}")
             fragments = write_fragments(
                 rows,
                 self.uri if newest is None else newest,
@@ -218,59 +221,67 @@ class LanceTable:
                 storage_options=self.storage_options,
             )
             self._sync_data(fragments)
-            fence = _Fence(target)
-            append = LanceOperation.Append(fragments)
+            if newest is None:
+                operation: Any = LanceOperation.Overwrite(self.schema, fragments)
+            else:
+                operation = LanceOperation.Merge([*_fragments(newest), *_numbered(newest, fragments)], newest.schema)
             try:
-                dataset = LanceDataset.commit(
-                    self.uri if newest is None else newest,
-                    LanceOperation.Overwrite(self.schema, fragments) if newest is None else append,
-                    read_version=None if newest is None else newest.version,
-                    commit_lock=fence,
-                    storage_options=self.storage_options,
-                    enable_v2_manifest_paths=True,
-                    commit_message=key,
-                )
-            except (OSError, ValueError, RuntimeError):
-                if fence.refused is None:
-                    raise
-                self._delete_data(fragments)
-                self._require_next(fence.refused - 1, target, key)
-                raise
-            self._sync_manifests()
-            self._confirm(int(dataset.version), target, key)
-            # Opened anew: the handle that a first commit returns does not share the bounded caches.
-            self._dataset = None if newest is None else dataset
+                self._publish(newest, operation, key)
+            except (OSError, ValueError, RuntimeError) as e:
+                there = self._version()
+                if there < target:
+                    raise  # not made, and the target is free: the same call may be made again
+                if self._key_at(target) != key:
+                    self._delete_data(fragments)
+                    raise self._taken(target, key, f"the next one is {there + 1}") from e
             return target
 
-    def _require_next(self, version: int, target: int, key: str) -> None:
-        if target != version + 1:
-            raise TargetTaken(
-                f"commit {key!r} of the table {self.uri} was to become version {target}, the next one is "
-                f"{version + 1}; look for its key before announcing it anew"
+    def _publish(self, base: Any, operation: Any, key: str) -> None:
+        """Make the version after `base` of this operation, durably. Raises if any other was made of `base` before."""
+        from lance import LanceDataset
+
+        version = 0 if base is None else int(base.version)
+        made = LanceDataset.commit(
+            self.uri if base is None else base,
+            operation,
+            read_version=version,
+            storage_options=self.storage_options,
+            enable_v2_manifest_paths=True,
+            max_retries=0,
+            commit_message=key,
+        )
+        self._sync_manifests()
+        # A handle to a new table does not share the bounded caches: open it anew.
+        self._dataset = None if base is None else made
+        if made.version != version + 1:
+            raise StoreError(
+                f"commit {key!r} of the table {self.uri} was made as version {made.version}, {version + 1} was due: "
+                "something other than Laminar's committer writes to this table; stop it"
             )
 
-    def _confirm(self, version: int, target: int, key: str) -> None:
-        there = _key_of(self._open(version=version).read_transaction(version))
-        if version != target or there != key:
-            raise TargetTaken(
-                f"commit {key!r} of the table {self.uri} was to become version {target}, and version {version} now "
-                f"holds {there!r}; look for its key before announcing it anew"
-            )
+    def _taken(self, target: int, key: str, why: str) -> TargetTaken:
+        return TargetTaken(
+            f"commit {key!r} of the table {self.uri} was to become version {target}, {why}; "
+            "look for its key before announcing it anew"
+        )
+
+    def _key_at(self, version: int) -> str | None:
+        if version not in self._keys:
+            self._keys[version] = _key_of(self._newest().read_transaction(version))
+        return self._keys[version]
 
     def _find(self, key: str, within: int) -> int | None:
         newest = self._newest()
         if newest is None:
             return None
         for version in range(int(newest.version), max(0, int(newest.version) - within), -1):
-            if version not in self._keys:
-                try:
-                    self._keys[version] = _key_of(newest.read_transaction(version))
-                except (OSError, ValueError) as e:
-                    if "not found" in str(e).lower():
-                        return None  # cleaned up, as all older ones are
-                    raise
-            if self._keys[version] == key:
-                return version
+            try:
+                if self._key_at(version) == key:
+                    return version
+            except (OSError, ValueError) as e:
+                if "not found" in str(e).lower():
+                    return None  # cleaned up, as all older ones are
+                raise
         return None
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -285,32 +296,43 @@ class LanceTable:
     # -- compaction ---------------------------------------------------------------------------------------------
 
     def _compact(self, keep: int) -> int:
-        from lance.optimize import Compaction, CompactionOptions
-
         with self._lock:
             newest = self._newest()
             if newest is None:
                 return 0
-            fence = _Fence(int(newest.version) + 1, in_sequence=True)
-            dataset = self._open(fence=fence)
-            options = CompactionOptions(target_rows_per_fragment=ROWS_PER_FRAGMENT, num_threads=1)
-            results = [task.execute(dataset) for task in Compaction.plan(dataset, options).tasks]
-            if results:
-                for result in results:
-                    self._sync_data(result.new_fragments)
+            if groups := self._rewritten(newest):
+                before = int(newest.version)
                 try:
-                    Compaction.commit(dataset, results)
-                except (OSError, ValueError, RuntimeError):
-                    if fence.refused is None:
+                    self._rewrite(newest, groups)
+                except (OSError, ValueError, RuntimeError) as e:
+                    if self._version() == before:
                         raise
-                    log.info("compaction of %s gave way to a commit of version %d", self.uri, fence.expected)
-                self._sync_manifests()
+                    log.info("compaction of %s gave way to another commit: %s", self.uri, _first_line(e))
+                    self._delete_data([f for _, new in groups for f in new])
             newest = self._newest()
             assert newest is not None
             newest.cleanup_old_versions(retain_versions=keep)
             for version in [v for v in self._keys if v <= newest.version - keep]:
                 del self._keys[version]
             return int(newest.version)
+
+    def _rewritten(self, base: Any) -> list[tuple[list[Any], list[Any]]]:
+        """Small neighbouring fragments with what replaces them, written and durable."""
+        from lance.optimize import Compaction, CompactionOptions
+
+        options = CompactionOptions(target_rows_per_fragment=ROWS_PER_FRAGMENT, num_threads=1)
+        results = [task.execute(base) for task in Compaction.plan(base, options).tasks]
+        for result in results:
+            self._sync_data(result.new_fragments)
+        # Lance's type stubs have another name for `original_fragments`.
+        return [(list(r.original_fragments), list(r.new_fragments)) for r in results]  # type: ignore[attr-defined]
+
+    def _rewrite(self, base: Any, groups: list[tuple[list[Any], list[Any]]]) -> None:
+        from lance import LanceOperation
+
+        numbered = iter(_numbered(base, [f for _, new in groups for f in new]))
+        rewritten = [LanceOperation.RewriteGroup(old, [next(numbered) for _ in new]) for old, new in groups]
+        self._publish(base, LanceOperation.Rewrite(rewritten, []), "compaction")
 
     # -- durability ---------------------------------------------------------------------------------------------
 
@@ -345,25 +367,14 @@ class LanceTable:
                 path.unlink(missing_ok=True)
 
 
-class _Fence:
-    """Lance's commit lock: called with the version about to be written, it refuses any but the expected one.
+def _fragments(dataset: Any) -> list[Any]:
+    return [f.metadata for f in dataset.get_fragments()]
 
-    `in_sequence`: what is done in several versions (a compaction) takes them one after the other.
-    """
 
-    def __init__(self, expected: int, *, in_sequence: bool = False) -> None:
-        self.expected = expected
-        self.in_sequence = in_sequence
-        self.refused: int | None = None
-
-    @contextmanager
-    def __call__(self, version: int) -> Iterator[None]:
-        if version != self.expected:
-            self.refused = version
-            raise RuntimeError(f"version {version} is about to be written, only {self.expected} may be")
-        yield
-        if self.in_sequence:
-            self.expected += 1
+def _numbered(base: Any, fragments: Sequence[Any]) -> list[Any]:
+    """New fragments under the ids that follow those of `base`. They never repeat: a compaction's are higher yet."""
+    first = 1 + max((f.id for f in _fragments(base)), default=-1)
+    return [replace(f, id=first + i) for i, f in enumerate(fragments)]
 
 
 def _version_of(manifest: Path) -> int:

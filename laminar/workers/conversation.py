@@ -261,7 +261,7 @@ def _leading_bos(tokenizer: Any) -> bool:
 
 
 def _with_one_bos(ids: list[int], bos: int | None, leading: bool) -> list[int]:
-    """A template that writes a BOS and a tokenizer that adds one make two; one that leaves it to the other makes none."""
+    """One BOS: a template and a tokenizer may both write one, or each leave it to the other."""
     if bos is None:
         return ids
     start = 0

@@ -31,7 +31,7 @@ from laminar.config import Config
 from laminar.errors import ConfigError, CoordinationUnavailable, LaminarError
 from laminar.workers.children import worker_command
 from laminar.workers.display import Display, Event
-from laminar.workers.etcd_process import EtcdProcess
+from laminar.workers.etcd_process import EtcdProcess, find_etcd
 from laminar.workers.inspect import StoreView
 from laminar.workers.preparation import Plan, plan_run, write_plan
 from laminar.workers.status import read_state, to_snapshot
@@ -84,7 +84,7 @@ async def _check_etcd(config: Config) -> None:
     if config.coordination.endpoints:
         await reach(config.coordination.endpoints)
     else:
-        EtcdProcess.find()
+        await asyncio.to_thread(find_etcd)
 
 
 async def reach(endpoints: list[str]) -> None:
@@ -290,8 +290,8 @@ class LocalJob:
     async def _keep_etcd(self) -> None:
         """Start the embedded etcd again if it dies; its data and address stay."""
         while self.etcd is not None:
-            await self.etcd.ended()
-            self._event("etcd was killed; starting it again")
+            code = await self.etcd.ended()
+            self._event(f"etcd ended with {code}; starting it again on the same data")
             await self.etcd.restart()
         await asyncio.Event().wait()
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from laminar.buffer.manifest import PATH, Fingerprints, RunFile, compare_for_resume, read_run, write_run
-from laminar.buffer.prompts import PromptPool, fingerprint_rows
+from laminar.buffer.prompts import PromptPool
+from laminar.buffer.prompts import fingerprint as prompts_fingerprint
 from laminar.buffer.schema import PROMPTS
 from laminar.buffer.storage import Storage, open_storage
 from laminar.clock import Clock
@@ -68,8 +69,8 @@ async def plan_run(config: Config) -> Plan:
         model=model.model,
         tokenizer=model.tokenizer,
         template=model.template,
-        prompts=fingerprint_rows(train),
-        held_out=fingerprint_rows(held_out),
+        prompts=prompts_fingerprint(train),
+        held_out=prompts_fingerprint(held_out),
     )
     report = f"{prompts.report}{note}"
     plan = Plan(config, storage, folder, train, held_out, report, fingerprints, existing)
@@ -101,7 +102,7 @@ async def _fitting(config: Config, folder: Path, prompts: PromptSet) -> tuple[pa
 
         tables, left_out = [], []
         for rows in (prompts.train, prompts.held_out):
-            lengths = [await length(r) for r in rows]
+            lengths = [await length({**r, "prompt_index": i}) for i, r in enumerate(rows)]
             left_out += [r["prompt"] for r, n in zip(rows, lengths, strict=True) if n > limit]
             kept = [r for r, n in zip(rows, lengths, strict=True) if n <= limit]
             kept = [{**r, "prompt_index": i} for i, r in enumerate(kept)]

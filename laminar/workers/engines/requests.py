@@ -10,6 +10,8 @@ from laminar.errors import EngineError
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises temperatures in (0, 0.01) to 0.01, so that logprobs would be of another distribution."""
+HIGHEST_TEMPERATURE = 2.0
+"""vLLM refuses more."""
 
 
 def token_budget(
@@ -31,9 +33,10 @@ def token_budget(
         )
     if max_tokens < 1:
         raise EngineError(f"request {request_id} asks for max_tokens = {max_tokens}; it must be at least 1")
-    if not (temperature == 0 or (math.isfinite(temperature) and temperature >= LOWEST_TEMPERATURE)):
+    if not (temperature == 0 or LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE):
         raise EngineError(
-            f"request {request_id} asks for temperature {temperature}; use 0 (greedy) or at least {LOWEST_TEMPERATURE}"
+            f"request {request_id} asks for temperature {temperature}; use 0 (greedy) or "
+            f"{LOWEST_TEMPERATURE} to {HIGHEST_TEMPERATURE}"
         )
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocabulary:

@@ -26,6 +26,7 @@ from laminar.workers.engines.base import (
     RelayWeights,
     WeightSource,
 )
+from laminar.workers.engines.lifeline import engine_processes_tied_to_this_one
 from laminar.workers.engines.requests import token_budget
 from laminar.workers.engines.vllm_output import chunk_of, step_recorder
 
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 START_DEADLINE_S = 600.0
 """Large models compile kernels and capture graphs at start."""
 LOAD_DEADLINE_S = 600.0
-CLOSE_GRACE_S = 3.0
+CLOSE_GRACE_S = 1.0
 """Seconds for the engine process to end by itself; then it is killed. It holds nothing that needs saving."""
 STALL_S = 300.0
 """Seconds without a step, though requests run, after which the engine counts as hung."""
@@ -49,7 +50,6 @@ PROBE_TOKENS = 2
 
 def prepare_environment(*, on_cpu: bool, threads: int) -> None:
     """Set what vLLM and torch read from the environment of this process and of the engine's, before the import."""
-    os.environ["LAMINAR_ENGINE_PARENT"] = str(os.getpid())
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
         os.environ.setdefault(name, "1")
@@ -154,9 +154,9 @@ class VllmEngine:
                 f"torch {'has no' if on_cpu else 'has a'} CUDA device, but this vLLM was built for "
                 f"{current_platform.device_name or 'no device'}; install laminar[{'cpu' if on_cpu else 'cuda'}]"
             )
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**self._settings(on_cpu)), stat_loggers=[step_recorder(self._steps, loop)]
-        )
+        arguments = AsyncEngineArgs(**self._settings(on_cpu))
+        with engine_processes_tied_to_this_one():
+            return AsyncLLM.from_engine_args(arguments, stat_loggers=[step_recorder(self._steps, loop)])
 
     def _settings(self, on_cpu: bool) -> dict[str, Any]:
         settings: dict[str, Any] = {

@@ -7,9 +7,6 @@ plain data: an exception raised here would reach the rollout as text only, witho
 from __future__ import annotations
 
 import os
-import select
-import signal
-import threading
 from typing import Any
 
 import torch
@@ -17,34 +14,6 @@ import torch
 from laminar.errors import WeightsError
 from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
 from laminar.workers.engines.weights import ModelTensors, opened
-
-PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
-"""Process id of the rollout. An environment variable, since vLLM imports this module before any RPC can arrive."""
-
-
-def die_with(parent: int) -> None:
-    """End this process as soon as process `parent` is gone, however it ended.
-
-    Not PR_SET_PDEATHSIG: that follows the parent's *thread*, and vLLM is started from a thread of a pool.
-    """
-    try:
-        handle = os.pidfd_open(parent)
-    except ProcessLookupError:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(handle, select.POLLIN)
-        poll.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="die-with-rollout", daemon=True).start()
-
-
-_parent = int(os.environ.get(PARENT_VARIABLE, "0"))
-if _parent and _parent != os.getpid():
-    die_with(_parent)
 
 
 class LaminarWorker:

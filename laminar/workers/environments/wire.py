@@ -64,7 +64,7 @@ def plain(value: Prompt | Transcript | Turn | Score) -> dict[str, Any]:
 
 
 def checked_turn(value: object) -> Turn:
-    """What `reset` or `step` of a user's environment returned. Raises TypeError naming what is wrong with it."""
+    """What `reset` or `step` of a user's environment returned. Raises TypeError or ValueError naming what is wrong."""
     if not isinstance(value, Turn):
         raise TypeError(f"returned {type(value).__name__}, expected a Turn")
     if not isinstance(value.state, str):
@@ -72,6 +72,8 @@ def checked_turn(value: object) -> Turn:
     for message in value.messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise TypeError(f"Turn.messages holds {message!r:.80}, expected an object with `role` and `content`")
+    # Lone surrogates pass through JSON, but neither tokenizers nor tables take them.
+    json.dumps([value.messages, value.state], ensure_ascii=False).encode("utf-8")
     return value
 
 
@@ -84,4 +86,6 @@ def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def shortened(text: str) -> str:
+    """At most MESSAGE_LIMIT characters that are valid UTF-8."""
+    text = text.encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= MESSAGE_LIMIT else text[: MESSAGE_LIMIT - 1] + "…"

@@ -1,0 +1,65 @@
+"""The engine's process ends with the rollout's, however that ends, from its first moment on.
+
+vLLM has the engine process wait five minutes for a rollout that was killed while it started, and has no check at
+all of a rollout's death later than that. This module is what the engine process imports first; it imports nothing
+but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
+"""Environment variable with the process id of the rollout: it must be known before any message can arrive."""
+
+
+def die_with(parent: int) -> None:
+    """End this process as soon as process `parent` is gone.
+
+    Not PR_SET_PDEATHSIG: that follows the parent's *thread*, and vLLM is started from a thread of a pool.
+    """
+    try:
+        handle = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        poll.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-rollout", daemon=True).start()
+
+
+def run_engine_core(*args: Any, **kwargs: Any) -> None:
+    """What the engine process runs: vLLM's own entry. Named here so that this module is imported first."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    EngineCoreProc.run_engine_core(*args, **kwargs)
+
+
+@contextmanager
+def engine_processes_tied_to_this_one() -> Iterator[None]:
+    """Engine processes that vLLM spawns inside the block enter through `run_engine_core`."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    original = EngineCoreProc.__dict__["run_engine_core"]
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
+    try:
+        yield
+    finally:
+        EngineCoreProc.run_engine_core = original
+
+
+_parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+if _parent and _parent != os.getpid():
+    die_with(_parent)

@@ -43,6 +43,8 @@ CACHE_BYTES = 64 << 20
 """Each of Lance's two caches; unbounded, they grew by 900 MB in 3,000 commits."""
 ROWS_PER_FRAGMENT = 10_000
 """Fragments below this are merged by a compaction; 10,000 trajectories of 4,096 tokens are about half a gigabyte."""
+COMPACTION = "compaction"
+CLEANED_UP = "\0cleaned up"
 SET_ASIDE = ".unreadable"
 VERSIONS_UP = (1 << 64) - 1
 """Manifests are named by this minus their version, so that the newest is listed first."""
@@ -231,9 +233,12 @@ class LanceTable:
                 there = self._version()
                 if there < target:
                     raise  # not made, and the target is free: the same call may be made again
-                if self._key_at(target) != key:
+                holder = self._key_at(target)
+                if holder == key:
+                    return target  # made, and only the reply was lost
+                if holder is not CLEANED_UP:
                     self._delete_data(fragments)
-                    raise self._taken(target, key, f"the next one is {there + 1}") from e
+                raise self._taken(target, key, f"the next one is {there + 1}") from e
             return target
 
     def _publish(self, base: Any, operation: Any, key: str) -> None:
@@ -266,8 +271,15 @@ class LanceTable:
         )
 
     def _key_at(self, version: int) -> str | None:
+        """The key that a version was made with; CLEANED_UP if the version is not kept."""
         if version not in self._keys:
-            self._keys[version] = _key_of(self._newest().read_transaction(version))
+            try:
+                transaction = self._newest().read_transaction(version)
+            except (OSError, ValueError) as e:
+                if "not found" in str(e).lower():
+                    return CLEANED_UP
+                raise
+            self._keys[version] = None if transaction is None else transaction.transaction_properties.get(MESSAGE)
         return self._keys[version]
 
     def _find(self, key: str, within: int) -> int | None:
@@ -275,13 +287,11 @@ class LanceTable:
         if newest is None:
             return None
         for version in range(int(newest.version), max(0, int(newest.version) - within), -1):
-            try:
-                if self._key_at(version) == key:
-                    return version
-            except (OSError, ValueError) as e:
-                if "not found" in str(e).lower():
-                    return None  # cleaned up, as all older ones are
-                raise
+            holder = self._key_at(version)
+            if holder == key:
+                return version
+            if holder is CLEANED_UP:
+                return None  # and so are all older ones
         return None
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -332,7 +342,7 @@ class LanceTable:
 
         numbered = iter(_numbered(base, [f for _, new in groups for f in new]))
         rewritten = [LanceOperation.RewriteGroup(old, [next(numbered) for _ in new]) for old, new in groups]
-        self._publish(base, LanceOperation.Rewrite(rewritten, []), "compaction")
+        self._publish(base, LanceOperation.Rewrite(rewritten, []), COMPACTION)
 
     # -- durability ---------------------------------------------------------------------------------------------
 
@@ -380,10 +390,6 @@ def _numbered(base: Any, fragments: Sequence[Any]) -> list[Any]:
 def _version_of(manifest: Path) -> int:
     number = int(manifest.name.partition(".")[0])
     return VERSIONS_UP - number if number > 1 << 63 else number
-
-
-def _key_of(transaction: Any) -> str | None:
-    return None if transaction is None else transaction.transaction_properties.get(MESSAGE)
 
 
 def _sync_file(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -162,7 +163,7 @@ def test_zeroed_tails_end_the_segment_and_zeroed_pages_are_corruption(sector: in
 
 def test_a_lost_a_doubled_and_a_swapped_batch_break_the_sequence() -> None:
     ends = ends_of(BATCHES)
-    head, parts = WHOLE[: ends[0]], [WHOLE[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    head, parts = WHOLE[: ends[0]], [WHOLE[a:b] for a, b in pairwise(ends)]
     for order in ([0, 1, 3, 4, 5], [0, 1, 1, 2], [1, 0, 2], [1]):
         with pytest.raises(CorruptSegment, match="expected was"):
             read_segment(head + b"".join(parts[i] for i in order), SCHEMA)

@@ -199,7 +199,9 @@ asyncio.run(main())
 async def test_a_killed_writer_leaves_the_file_whole_and_its_stump_findable(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     for _ in range(3):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(  # noqa: ASYNC220
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE
+        )
         assert writer.stdout is not None
         await asyncio.to_thread(writer.stdout.readline)
         await asyncio.sleep(0.013)

@@ -194,6 +194,8 @@ class ExactReward:
             raise ConfigError("reward.options.extract = 'auto' is for reasoning-gym; use last_integer, line or raw")
 
     def __call__(self, prompt: Prompt, transcript: Transcript) -> float:
+        if not prompt.answer.strip():
+            raise ValueError(f"prompt {prompt.prompt_index} has no answer to compare with; check prompts.answer_column")
         answer = extracted(transcript.replies[-1] if transcript.replies else "", self._extract)
         return float(answer is not None and answer.strip() == prompt.answer.strip())
 

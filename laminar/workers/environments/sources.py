@@ -8,6 +8,7 @@ rows of a file, may hold the same problem. Every row that is left out is counted
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import random
@@ -152,11 +153,16 @@ def _reasoning_gym(config: PromptsConfig) -> Callable[[int], Iterator[Row]]:
         if key in options:
             raise ConfigError(f"prompts.options.{key} is set by prompts.{key}; remove it")
 
+    if name not in reasoning_gym.factory.DATASETS:
+        near = difflib.get_close_matches(name, reasoning_gym.factory.DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "reasoning_gym.factory.DATASETS lists them"
+        raise ConfigError(f"reasoning-gym has no data set prompts.dataset = {name!r}; {hint}")
+
     def create(seed: int) -> Any:
         try:
             return reasoning_gym.create_dataset(name, seed=seed, size=_CHUNK, **options)
         except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"reasoning-gym data set prompts.dataset = {name!r}: {error}") from error
+            raise ConfigError(f"reasoning-gym data set {name!r} refuses prompts.options: {error}") from error
 
     def problems(seed: int) -> Iterator[Row]:
         checked = False

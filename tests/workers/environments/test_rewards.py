@@ -76,7 +76,9 @@ def test_exact_compares_up_to_white_space() -> None:
     exact = build_reward("exact", {}, timeout=1)
     assert exact(Prompt(0, "reverse abc", "cba"), said("abc", " cba\n")) == Score(1.0)
     assert exact(Prompt(0, "reverse abc", "cba"), said("cba.")) == Score(0.0)
-    assert exact(Prompt(0, "reverse abc", ""), Transcript([], [], "length")) == Score(0.0)
+    assert exact(Prompt(0, "reverse abc", "cba"), Transcript([], [], "length")) == Score(0.0)
+    with pytest.raises(ValueError, match=r"prompt 9 has no answer.*prompts\.answer_column"):
+        exact(Prompt(9, "reverse abc", ""), said(""))
     last = build_reward("exact", {"extract": "last_integer"}, timeout=1)
     assert last(Prompt(0, "3+4", "7"), said("3+4 is 7!")) == Score(1.0)
 
@@ -103,7 +105,7 @@ def test_reasoning_gym_scores_by_its_own_rules() -> None:
         ("http", {"url": "http://127.0.0.1/", "api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
         ("json:loads", {"no_such": 1}, "does not take"),
         ("no_such_module_x:f", {}, "No module named 'no_such_module_x'"),
-        ("json:dumsp", {}, "did you mean 'dumps'"),
+        ("json:JSONDecodr", {}, "did you mean 'JSONDecoder'"),
     ],
 )
 def test_options_that_do_not_fit_are_named(name: str, options: dict[str, Any], told: str) -> None:

@@ -69,7 +69,7 @@ def test_the_same_config_gives_the_same_prompts() -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        ({"dataset": "chain_sun"}, "'chain_sun'"),
+        ({"dataset": "chain_sun"}, "did you mean 'chain_sum'"),
         ({"dataset": "chain_sum", "options": {"min_trems": 2}}, "min_trems"),
         ({"dataset": "chain_sum", "options": {"seed": 2}}, "set by prompts.seed"),
         ({"dataset": "rearc"}, "do not survive JSON"),
@@ -146,7 +146,7 @@ def test_held_out_rows_of_a_file_are_chosen_by_content(tmp_path: Path) -> None:
 def test_a_missing_column_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question": "q", "id": 1}\n')
-    with pytest.raises(ConfigError, match="no column 'prompt'.*'question', 'id'"):
+    with pytest.raises(ConfigError, match=r"no column 'prompt'.*'question', 'id'"):
         load(source="file", dataset=str(path))
     path.write_text("not json\n")
     with pytest.raises(ConfigError, match="line 1: not JSON"):

@@ -9,6 +9,7 @@ this one, however it ends.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -196,6 +197,9 @@ class VllmEngine:
             return
         llm, self._llm = self._llm, None
         await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
+        # Its cycles would otherwise live until the interpreter's end, where its destructor fails noisily.
+        del llm
+        gc.collect()
         if self.process_id:
             # vLLM's own shutdown kills what does not end; this is for one that it has already lost sight of.
             try:

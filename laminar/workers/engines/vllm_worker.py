@@ -6,7 +6,10 @@ plain data: an exception raised here would reach the rollout as text only, witho
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,25 @@ import torch
 from laminar.errors import WeightsError
 from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
 from laminar.workers.engines.weights import ModelTensors, opened
+
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+
+
+@contextmanager
+def _expected_gaps(tied: bool) -> Iterator[None]:
+    """Silence vLLM's warning, at every version, about layers that rightly get no weights; it stays for all others."""
+
+    def unexpected(record: logging.LogRecord) -> bool:
+        layer, _, what = record.getMessage().partition(": ")
+        expected = layer.endswith("RotaryEmbedding") or (tied and layer == "ParallelLMHead")
+        return not (expected and what == "Failed to load weights")
+
+    logger = logging.getLogger(RELOAD_LOGGER)
+    logger.addFilter(unexpected)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unexpected)
 
 
 class LaminarWorker:
@@ -39,7 +61,8 @@ class LaminarWorker:
             model = ModelTensors.of_folder(self.vllm_config.model_config.model, dtype)
             with opened(wanted, model, chunk_bytes=chunk_bytes) as tensors, torch.no_grad():
                 touched = True
-                self.reload_weights(weights_iterator=iter(tensors.items()))
+                with _expected_gaps(model.tied):
+                    self.reload_weights(weights_iterator=iter(tensors.items()))
                 self._refresh_tied_head()
         except Exception as e:  # the RPC would lose whether the engine is still whole
             error = str(e) if isinstance(e, WeightsError) else f"{type(e).__name__}: {e}"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from laminar.errors import EngineError
-from laminar.workers.engines.base import Chunk, FolderWeights
+from laminar.workers.engines.base import FolderWeights
 from laminar.workers.engines.vllm import VllmEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(240)]
@@ -98,16 +98,15 @@ async def test_a_killed_engine_is_seen_within_seconds_and_closes(model_folder: P
     engine = VllmEngine(model_folder, dtype="float32", max_running=4, max_model_len=2048, kv_cache_mib=16)
     await engine.start()
     await engine.load(FolderWeights(str(model_folder), 0, ""))
-    chunks: list[Chunk] = []
+    under_way = asyncio.Event()
 
     async def generate() -> None:
         stream = engine.generate("doomed", [1, 2, 3], max_tokens=2000, temperature=1.0, stop_token_ids=[])
-        async for chunk in stream:
-            chunks.append(chunk)
+        async for _ in stream:
+            under_way.set()
 
     generating = asyncio.create_task(generate())
-    while not chunks:
-        await asyncio.sleep(0.01)
+    await asyncio.wait_for(under_way.wait(), 30)
     os.kill(engine.process_id, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(EngineError, match="doomed failed in vLLM"):

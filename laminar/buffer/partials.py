@@ -20,7 +20,7 @@ import pyarrow as pa
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.schema import PARTIALS
 from laminar.buffer.segments import SegmentContents, SegmentWriter, load_segment, segment_of
-from laminar.buffer.storage import FileInfo, Storage
+from laminar.buffer.storage import FileInfo, NotFound, Storage
 from laminar.errors import StoreError
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ ROTATE_BYTES = 64 << 20
 ROTATE_S = 600.0
 THREAD_ROWS = 2_000
 """From so many rows on they are decoded in a thread: fewer take less than a millisecond."""
+READ_TRIES = 5
 ROLES = ("prompt", "policy", "environment")
 
 
@@ -196,20 +197,28 @@ async def delete_segment(storage: Storage, path: str) -> None:
 
 
 async def read_partials(storage: Storage, worker: str) -> PartialRows:
-    """All rows of a worker's log; none if it wrote none. Damage is reported, never raised."""
+    """All rows of a worker's log; none if it wrote none. Damage is reported, never raised. A log that rotates while
+    it is read is read again; raises StoreError if that does not end."""
+    for _ in range(READ_TRIES):
+        try:
+            return await _read_once(storage, worker)
+        except NotFound as e:
+            log.info("the log of %s has rotated, reading it again: %s", worker, e)
+    raise StoreError(f"the partial log of {worker} lost segments during each of {READ_TRIES} readings; try again later")
+
+
+async def _read_once(storage: Storage, worker: str) -> PartialRows:
     files: list[FileInfo] = await storage.list(folder_of(worker))
     result = PartialRows({}, bytes=sum(f.size for f in files))
-    damage = []
     for path in sorted({segment_of(f.path) for f in files}):
         contents: SegmentContents = await load_segment(storage, path, PARTIALS, files)
         if contents.damage is not None:
-            damage.append(contents.damage)
+            result.damage.append(contents.damage)
             log.error("partial log of %s: %s; what follows there is lost", worker, contents.damage)
         for batch in contents.batches:
             rows = await asyncio.to_thread(from_batch, batch) if batch.num_rows > THREAD_ROWS else from_batch(batch)
             for row in rows:
                 result.rows.setdefault((row.group, row.sample, row.term), []).append(row)
-    result.damage.extend(damage)
     return result
 
 

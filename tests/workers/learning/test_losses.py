@@ -53,9 +53,7 @@ def test_gspo_ignores_tokens_outside_the_mask():
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
     logprobs = rows([math.log(1.5), math.log(0.5), -1.0])
-    result, slope = gradient(
-        logprobs, rows([0.0, 0.0, -1.0]), [2.0], torch.ones(1, 3, dtype=torch.bool), loss="cispo"
-    )
+    result, slope = gradient(logprobs, rows([0.0, 0.0, -1.0]), [2.0], torch.ones(1, 3, dtype=torch.bool), loss="cispo")
     assert slope.tolist() == [pytest.approx([-2.56, -1.6, -2.0])]
     assert result.clipped.tolist() == [[True, True, False]]
 

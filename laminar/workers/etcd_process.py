@@ -138,10 +138,14 @@ class EtcdProcess:
                     )
                 try:
                     await client.transact(all_reads([HEALTH_KEY]))
-                    return
+                    if self.returncode is None:  # else somebody else's etcd has answered, on the port that ours lost
+                        return
                 except CoordinationUnavailable as error:
                     if loop.time() > deadline:
                         raise self._unhealthy(deadline_s, error) from error
+                except CoordinationError as error:
+                    log.debug("etcd serves, though not to us (it asks for a user): %s", error)
+                    return
                 await asyncio.sleep(0.03)
         finally:
             await client.close()
@@ -161,7 +165,7 @@ class EtcdProcess:
 
     async def ended(self) -> int:
         """Wait until etcd has ended by itself or was killed; its exit code."""
-        while (code := self.returncode) is None:
+        while (code := self.returncode) is None:  # noqa: ASYNC110 - the thread that knows may outlive the loop
             await asyncio.sleep(0.2)
         return code
 

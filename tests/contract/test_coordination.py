@@ -198,7 +198,7 @@ class TestTransactions:
             all_reads(keys),
             Transaction((absent(keys[0]),), (), tuple(Get(k) for k in keys)),
         ):
-            with pytest.raises(CoordinationError, match="129 .* 128 at most; split"):
+            with pytest.raises(CoordinationError, match=r"129 .* 128 at most; split"):
                 await client.transact(too_many)
         large = "x" * (MAX_REQUEST_BYTES - len(keys[0]) - 32)
         await client.put(keys[0], large)
@@ -230,7 +230,7 @@ class TestLeases:
             assert all(c.kv is None for c in seen.changes)
             assert len({c.revision for c in seen.changes}) == 1
         assert await backend.client.keep_alive(lease) == 0
-        with pytest.raises(LeaseLost, match="lease.* not found"):
+        with pytest.raises(LeaseLost, match=r"lease.* not found"):
             await backend.client.put(backend.root + "a", "late", lease=lease)
         put = Put(backend.root + "a", "late", lease)
         with pytest.raises(LeaseLost):

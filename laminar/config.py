@@ -141,7 +141,8 @@ class TrainerConfig(Section):
     max_ahead_groups: int = Field(0, ge=0)
     """Groups drawn but not consumed at most; 0: two steps' groups. Bounds staleness by admission."""
     max_staleness: int = Field(0, ge=0)
-    """Admission keeps the expected staleness of new trajectories at or below this; 0: no bound but max_ahead_groups."""
+    """Admission draws only what is expected to be at most this many versions old when it is trained on; 0: no bound
+    but max_ahead_groups. Nothing is ever dropped for its age."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
@@ -262,19 +263,17 @@ class Config(Section):
 
     @property
     def max_ahead_groups(self) -> int:
-        """Groups that may be drawn and not yet consumed. With `max_staleness` = s a group drawn now is trained
-        at most s steps later, if no more than (s + 1) steps' groups are under way."""
-        t = self.trainer
-        ahead = t.max_ahead_groups or 2 * t.groups_per_step
-        return min(ahead, (t.max_staleness + 1) * t.groups_per_step) if t.max_staleness else ahead
+        """Groups that may be drawn and not yet consumed."""
+        return self.trainer.max_ahead_groups or 2 * self.trainer.groups_per_step
 
     @property
     def store_root(self) -> str:
         return self.run.store or f"runs/{self.run.name}"
 
 
-FROZEN = ("run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype")
-"""Values of the config that a resume may not change; fingerprints of model, tokenizer and prompts are compared as well."""
+FROZEN = ("run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype", "relay.chunk_mib")
+"""Values of the config that a resume may not change; fingerprints of model, tokenizer and prompts are compared as
+well. Digests of weights depend on the size of a chunk."""
 
 
 def parse_config(text: str, *, origin: str = "config") -> Config:
@@ -340,7 +339,7 @@ def _explain(error: Any) -> str:
         return f"unknown key {where!r}; {hint}"
     if error["type"] == "missing":
         return f"{where!r} is missing; add it"
-    message = error["msg"].removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         return message
     return f"{where} = {error.get('input')!r}: {message}"

@@ -17,9 +17,9 @@ from laminar.buffer.claims import Held
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import BatchDecision, Cursor, Incoming, TableHead, TrainerHead, WeightsHead
-from laminar.buffer.segments import read_segment
 from laminar.buffer.schema import EXPERIENCE
-from laminar.buffer.steps import BATCH, decision_path
+from laminar.buffer.segments import read_segment
+from laminar.buffer.steps import BATCH
 from laminar.buffer.storage import Storage
 from laminar.buffer.table import Table
 from laminar.errors import StoreError
@@ -106,7 +106,7 @@ async def gather(
 
 async def _gather_incoming(storage: Storage, incoming: Incoming, picture: Picture) -> None:
     try:
-        contents = read_segment(await storage.read(incoming.path), EXPERIENCE)
+        contents = read_segment(await storage.read(incoming.path), EXPERIENCE, complete=True)
         found = [(r["group"], r["sample"]) for b in contents.batches for r in b.select(["group", "sample"]).to_pylist()]
     except (StoreError, FileNotFoundError) as e:
         picture.unreadable.append(f"{incoming.path}: {e}")
@@ -122,7 +122,7 @@ async def _gather_batches(storage: Storage, values: Sequence[str], picture: Pict
             data = await storage.read(decision.file)
             picture.batch_files[decision.file] = hashlib.sha256(data).hexdigest()
             counts: dict[int, Counter[str]] = {}
-            for batch in read_segment(data, BATCH).batches:
+            for batch in read_segment(data, BATCH, complete=True).batches:
                 for row in batch.select(["group", "use"]).to_pylist():
                     counts.setdefault(row["group"], Counter())[row["use"]] += 1
             picture.batch_groups[decision.file] = counts
@@ -139,8 +139,10 @@ async def _gather_left_over(storage: Storage, picture: Picture, living: set[str]
     for file in await storage.list("incoming"):
         if file.path not in registered and not any(w in file.path for w in living):
             picture.left_over.append(file.path)
-    decided = {d.file for d in picture.decisions} | {decision_path(d.step) for d in picture.decisions}
-    picture.left_over += [f.path for f in await storage.list("batches") if f.path.endswith(".tmp") and f.path not in decided]
+    decided = {d.file for d in picture.decisions}
+    picture.left_over += [
+        f.path for f in await storage.list("batches") if f.path.endswith(".arrow") and f.path not in decided
+    ]
 
 
 def check(p: Picture) -> AuditReport:
@@ -218,7 +220,7 @@ def _batches(p: Picture) -> list[str]:
     consumed: Counter[int] = Counter()
     for d in p.decisions:
         consumed.update(d.trained)
-        consumed.update(d.retired)
+        consumed.update(d.retired.keys())
         if d.file in p.batch_files and p.batch_files[d.file] != d.sha256:
             problems.append(f"invariant 4: {d.file} is not the file that step {d.step} decided")
         for group, uses in p.batch_groups.get(d.file, {}).items():

@@ -159,7 +159,7 @@ class TableCommitter:
         return rows.set_column(self.schema.get_field_index("commit_seq"), self.schema.field("commit_seq"), seq)
 
     async def _read(self, segment: Registered) -> list[pa.RecordBatch]:
-        contents = read_segment(await self.storage.read(segment.incoming.path), self.schema)
+        contents = read_segment(await self.storage.read(segment.incoming.path), self.schema, complete=True)
         rows = sum(b.num_rows for b in contents.batches)
         if contents.torn_at is not None or rows != segment.incoming.rows:
             raise CorruptSegment(f"{segment.incoming.path} holds {rows} of {segment.incoming.rows} registered rows")

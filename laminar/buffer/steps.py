@@ -206,5 +206,5 @@ async def read_batch(storage: Storage, decision: BatchDecision) -> DecidedBatch:
             f"{decision.file} has sha256 {digest[:16]}…, decided was {decision.sha256[:16]}…; "
             f"restore the file, step {decision.step} cannot be trained without it"
         )
-    contents = read_segment(data, BATCH)
+    contents = read_segment(data, BATCH, complete=True)
     return DecidedBatch(decision, pa.Table.from_batches(contents.batches, schema=BATCH))

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 CLEAN_INTERVAL_S = 60.0
 RETAIN_INTERVAL_S = 2.0
+TEMPORARY_AGE_S = 3600.0
+"""No write takes an hour: a temporary file that old has lost its writer."""
 
 
 class Manager:
@@ -165,9 +167,18 @@ class Manager:
                 await storage.delete(path)
                 deleted += 1
         deleted += await self._clean_inboxes(living)
+        deleted += await self._clean_temporary()
         if deleted:
             log.info("removed %d files and keys that nothing refers to", deleted)
         return deleted
+
+    async def _clean_temporary(self) -> int:
+        """Files whose writer died while it wrote them."""
+        oldest = self.clock.now_us() - int(TEMPORARY_AGE_S * 1e6)
+        old = [f for f in await self.run_info.storage.list("", temporary=True) if f.modified_us < oldest]
+        for file in old:
+            await self.run_info.storage.delete(file.path)
+        return len(old)
 
     async def _clean_inboxes(self, living: set[str]) -> int:
         coordination, keys = self.run_info.coordination, self.run_info.keys

@@ -182,6 +182,8 @@ class Rollout:
             groups_per_step=self.config.trainer.groups_per_step,
             max_ahead=self.config.max_ahead_groups,
             total_groups=self.config.run.epochs * len(self.equipment.pool),
+            version=self.engine.version,
+            max_staleness=self.config.trainer.max_staleness,
         )
 
     # -- what is done -------------------------------------------------------------------------------------------
@@ -278,12 +280,17 @@ class Rollout:
         """Copy what the last source made durable into this worker's log, then become the source."""
         sources = {h.claim.source.worker for h in waiting}
         logs = {s: await read_partials(self.run_info.storage, s) for s in sources}
+        for damage in (d for rows in logs.values() for d in rows.damage):
+            log.error("adopting from a damaged log, what it lost is generated again: %s", damage)
         for held in waiting:
             source = held.claim.source
             rows = logs[source.worker].rows.get((*held.id, source.term), [])
             trajectory = self._trajectory(held)
             if rows:
-                trajectory.restore(assemble(rows))
+                partial = assemble(rows)
+                if partial.gap_at is not None:
+                    log.warning("trajectory %s goes on from token %d: later rows are lost", trajectory.name, partial.gap_at)
+                trajectory.restore(partial)
             trajectory.pending = trajectory.all_rows(self.clock.now_us())
             self.live[trajectory.id] = trajectory
             await self.flusher.durable()
@@ -320,7 +327,9 @@ class Rollout:
 
     async def _source(self, version: int) -> WeightSource | None:
         """The relay of this host, else a checkpoint's export."""
-        return await find_weights(self.run_info, list(self.relays.items.values()), version)
+        published = self.published()
+        digest = published.digest if published is not None and published.version == version else ""
+        return await find_weights(self.run_info, list(self.relays.items.values()), version, digest)
 
     async def _version_lost(self, version: int) -> bool:
         """Nobody can bring `version` back. Waiting work of it goes on under the newest, or starts again."""

@@ -28,14 +28,15 @@ def relay_socket(record: WorkerRecord) -> str:
     return record.endpoint.removeprefix("unix:")
 
 
-async def find_weights(run: Run, relays: Sequence[KeyValue], version: int) -> WeightSource | None:
-    """None when neither the relay nor a checkpoint has the version (now)."""
+async def find_weights(run: Run, relays: Sequence[KeyValue], version: int, digest: str = "") -> WeightSource | None:
+    """None when neither the relay nor a checkpoint has the version (now), with that digest if one is given: a relay
+    holds a version from its sealing on, which may be before, or never followed by, its publication."""
     record = local_relay(relays)
     if record is not None:
         try:
             status = await AsyncRelayClient(relay_socket(record), run=run.keys.run).status()
             for held in status.versions:
-                if held.info.version == version:
+                if held.info.version == version and digest in ("", held.info.digest):
                     return RelayWeights(relay_socket(record), version, held.info.digest)
         except (LaminarError, OSError) as e:
             log.warning("the relay %s did not answer: %s", record.id, e)

@@ -131,6 +131,13 @@ def test_admission_stops_where_the_run_can_consume_no_more() -> None:
     assert admitted(total_groups=5) == 5
 
 
+def test_staleness_is_bounded_by_admission() -> None:
+    """While step 5 is trained (6 decided) by a rollout that holds version 5, one step's groups may be ahead."""
+    assert admitted(step=6, consumed=24, cursor=24, version=5, max_staleness=1) == 4
+    assert admitted(step=6, consumed=24, cursor=24, version=6, max_staleness=1) == 8
+    assert admitted(step=6, consumed=24, cursor=24, version=3, max_staleness=1) == 0
+
+
 def test_groups_that_will_only_be_retired_make_room_for_others() -> None:
     """Case 16: the filter rejects groups; later ones must still be admitted, or the trainer waits for ever."""
     assert admitted(max_steps=1, max_ahead=8, cursor=4) == 0

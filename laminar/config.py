@@ -35,14 +35,16 @@ class RunConfig(Section):
 
 class ModelConfig(Section):
     path: str
-    """A Hugging Face folder, or a built-in name: `smollm2-135m-instruct` (needs the `quickstart` extra), `tiny-reverse` (built in seconds)."""
+    """A Hugging Face folder, or a built-in name: `smollm2-135m-instruct` (comes with the quick-start's set-up) or
+    `tiny-reverse` (built in seconds)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the published weights, of the engine's and of the trainer's compute. The master weights are always float32."""
+    """Type of the published weights, of the engine's and of the trainer's compute; master weights are float32."""
 
 
 class PromptsConfig(Section):
     source: Literal["reasoning-gym", "file", "huggingface", "reverse"] = "reasoning-gym"
-    """Where prompts come from: a procedural data set, a .parquet/.jsonl file, a Hugging Face data set, or the tiny fixture's words."""
+    """Where prompts come from: a procedural data set, a .parquet or .jsonl file, a Hugging Face data set, or the tiny
+    fixture's words."""
     dataset: str = ""
     """Name of the reasoning-gym or Hugging Face data set, or path of the file."""
     options: dict[str, Any] = {}

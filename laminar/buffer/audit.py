@@ -100,7 +100,8 @@ async def gather(
     picture.metrics = (await tables["step_metrics"].read()).to_pylist()
     picture.steps = (await tables["steps"].read(columns=["step", "group", "sample"])).to_pylist()
     await _gather_batches(storage, [by_key[k].value for k in (*under(keys.batches), *under(keys.closings))], picture)
-    await _gather_left_over(storage, picture, living, {Incoming.parse(by_key[k].value).path for k in under(keys.incoming_root)})
+    registered = {Incoming.parse(by_key[k].value).path for k in under(keys.incoming_root)}
+    await _gather_left_over(storage, picture, living, registered)
     return picture
 
 
@@ -226,7 +227,7 @@ def _batches(p: Picture) -> list[str]:
         for group, uses in p.batch_groups.get(d.file, {}).items():
             wanted = "train" if group in d.trained else d.retired.get(group)
             if uses != Counter({wanted: p.samples_per_prompt}):
-                problems.append(f"invariant 4: step {d.step}, group {group} has rows {dict(uses)}, decided was {wanted}")
+                problems.append(f"invariant 4: step {d.step}, group {group} has rows {dict(uses)}, not {wanted}")
     if twice := sorted(g for g, n in consumed.items() if n > 1):
         problems.append(f"invariant 4: groups consumed twice {_some(twice)}")
     per_step = Counter(d.step for d in p.decisions if d.trained)
@@ -235,9 +236,9 @@ def _batches(p: Picture) -> list[str]:
         if steps != list(range(p.head.decided)):
             problems.append(f"invariant 4: {p.head.decided} batches are decided, there are records of {_some(steps)}")
         if len(consumed) != p.head.consumed_groups:
-            problems.append(f"invariant 4: {len(consumed)} groups are in decisions, the head says {p.head.consumed_groups}")
+            problems.append(f"invariant 4: {len(consumed)} groups are decided, the head says {p.head.consumed_groups}")
         if p.head.state == "done" and len(consumed) != p.cursor:
-            problems.append(f"the run is done, but {p.cursor - len(consumed)} drawn groups were neither trained nor retired")
+            problems.append(f"the run is done, but {p.cursor - len(consumed)} drawn groups are neither trained nor retired")
     trained = Counter((s["step"], s["group"], s["sample"]) for s in p.steps)
     if again := sorted(k for k, n in trained.items() if n > 1):
         problems.append(f"invariant 4: (step, group, sample) recorded twice {_some(again)}")
@@ -253,7 +254,8 @@ def _versions(p: Picture) -> list[str]:
     digests = {m["version"]: m["digest"] for m in p.metrics}
     if p.weights and (known := digests.get(p.weights.version)) and known != p.weights.digest:
         problems.append(
-            f"invariant 5: version {p.weights.version} was published as {p.weights.digest[:16]}, recorded as {known[:16]}"
+            f"invariant 5: version {p.weights.version} was published as {p.weights.digest[:16]}, "
+            f"recorded as {known[:16]}"
         )
     newest = p.weights.version if p.weights else -1
     if ahead := sorted({v for r in p.experience for v in r["span_version"] if v > newest}):

@@ -17,7 +17,7 @@ class Keys:
     def __init__(self, run: str, generation: int = 1) -> None:
         if not RUN_NAME.fullmatch(run):
             raise ConfigError(
-                f"run name {run!r} is not usable: 1 to 63 of a-z, 0-9, '.', '_' or '-', beginning with a letter or digit"
+                f"run name {run!r} is not usable: 1 to 63 of a-z, 0-9, '.', '_', '-', first a letter or digit"
             )
         self.run = run
         self.generation = generation

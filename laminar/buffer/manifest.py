@@ -15,7 +15,7 @@ PATH = "run.json"
 
 
 class Fingerprints(BaseModel):
-    """sha256 of what may not change on resume; `layout` is that of the published weights, known once training started."""
+    """sha256 of what may not change on resume."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str

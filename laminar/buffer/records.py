@@ -129,7 +129,7 @@ class BatchDecision(Record):
 
 
 class TrainerHead(Record):
-    """`decided` batches exist; `step` of them are trained and recorded; `checkpoint` is the newest checkpoint's version."""
+    """`decided` batches exist, `step` of them are trained and recorded; `checkpoint` is the newest one's version."""
 
     # Raised with a decision only. `to_retire` counts complete groups that can never be trained on (no signal, error)
     # and wait for the next decision: admission counts them as consumed, else the last steps could starve.

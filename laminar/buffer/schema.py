@@ -71,7 +71,7 @@ EXPERIENCE = _schema(
     ("attempts", pa.int32()),
     ("commit_seq", pa.int64()),
 )
-"""`token_ids` holds everything after the first prompt; `prompt_ids` the first prompt. `version` is the oldest span's."""
+"""`prompt_ids` is the first prompt, `token_ids` everything after it; `version` is the oldest span's."""
 
 STEPS = _schema(
     ("step", pa.int64()),

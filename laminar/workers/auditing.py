@@ -40,7 +40,7 @@ async def _audit(store: str, endpoints: list[str]) -> AuditReport:
     if mark.exists() and await listens(mark.read_text().strip()):
         return await _audit_at(store, [mark.read_text().strip()], file.run)
     if not (root / "etcd" / "data").exists():
-        raise StoreError(f"the etcd data of run {file.run!r} are not at {root / 'etcd'}: name its endpoints with --etcd")
+        raise StoreError(f"no etcd data of run {file.run!r} at {root / 'etcd'}: name its endpoints with --etcd")
     async with coordination_service(config, root) as (own, _):
         return await _audit_at(store, own, file.run)
 

@@ -52,13 +52,14 @@ async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot:
     if await read_info(storage, target) is not None:
         return target
     if storage.local:
-        await asyncio.to_thread(_save_local, Path(storage.absolute(FOLDER)), Path(storage.absolute(target)), learner, info, boot)
+        folder, place = Path(storage.absolute(FOLDER)), Path(storage.absolute(target))
+        await asyncio.to_thread(_save_local, folder, place, learner, info, boot)
         return target
-    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as folder:
-        await asyncio.to_thread(_fill, Path(folder), learner)
-        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
+        await asyncio.to_thread(_fill, Path(temporary), learner)
+        for path in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
             data = await asyncio.to_thread(path.read_bytes)
-            await storage.write(f"{target}/{path.relative_to(folder).as_posix()}", data, overwrite=True)
+            await storage.write(f"{target}/{path.relative_to(temporary).as_posix()}", data, overwrite=True)
         await storage.write(f"{target}/{INFO}", info.model_dump_json().encode(), overwrite=True)
     return target
 

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -22,10 +22,9 @@ def worker_command(kind: str, endpoints: Sequence[str], run: str) -> list[str]:
 class Child:
     """One child process. `log`: a file that takes its output (appended); None: this process's own."""
 
-    def __init__(self, command: Sequence[str], *, log: Path | None = None, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path | None = None) -> None:
         self.command = list(command)
         self.log = log
-        self.env = env
         self.process: Process | None = None
 
     async def start(self) -> None:
@@ -40,7 +39,6 @@ class Child:
                 stdin=DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **self.env} if self.env else None,
                 start_new_session=True,
             )
         finally:

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ async def join_run(endpoints: list[str], name: str, clock: Clock | None = None) 
 async def open_run(coordination: Coordination, name: str, clock: Clock, storage: Storage | None = None) -> Run:
     kv = await coordination.get(Keys(name).manifest)
     if kv is None:
-        raise StoreError(f"etcd knows no run {name!r} (no key {Keys(name).manifest}); start it with `laminar run CONFIG`")
+        raise StoreError(f"etcd knows no run {name!r} (no {Keys(name).manifest}); start it: `laminar run CONFIG`")
     manifest = RunManifest.parse(kv.value)
     storage = storage or open_storage(manifest.store)
     file = await read_run(storage)
@@ -87,10 +87,10 @@ async def open_run(coordination: Coordination, name: str, clock: Clock, storage:
 
 
 @asynccontextmanager
-async def joined(run: Run, kind: str, *, endpoint: str = "", on_lost: Callable[[str], None] | None = None) -> AsyncIterator[Member]:
+async def joined(run: Run, kind: str, *, endpoint: str = "") -> AsyncIterator[Member]:
     """Register as a worker for the time of the block; leaves at once (lease revoked) at its end."""
     worker = boot_id(kind)
-    session = await Session.open(run.coordination, run.config.coordination.lease_ttl, on_lost=on_lost)
+    session = await Session.open(run.coordination, run.config.coordination.lease_ttl)
     try:
         record = WorkerRecord(
             kind=kind,

@@ -179,6 +179,9 @@ class Evaluator:
             "evaluation",
             segment,
             incoming,
-            Transaction((created_at(request.key, request.create_revision),), (Delete(request.key), Delete(self._claim_key(version)))),
+            Transaction(
+                (created_at(request.key, request.create_revision),),
+                (Delete(request.key), Delete(self._claim_key(version))),
+            ),
         )
         log.info("version %d is evaluated: %d rows", version, len(rows))

@@ -15,6 +15,7 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from laminar.errors import ConfigError
 
@@ -46,6 +47,7 @@ def convert(source: Path, folder: Path) -> None:
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     if set(missing) - tied or unexpected:
         raise ConfigError(f"{source} does not hold the tensors of a Llama: {missing} missing, {unexpected} unknown")
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
 

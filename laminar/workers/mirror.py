@@ -55,7 +55,9 @@ class Mirror:
             raise CoordinationUnavailable(f"etcd did not list {self.prefix} within {FIRST_LISTING_S:g} s")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

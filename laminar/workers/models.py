@@ -41,6 +41,9 @@ INDEX = "model.safetensors.index.json"
 VOLATILE = ("transformers_version", "_name_or_path", "name_or_path", "dtype", "torch_dtype", "chat_template")
 """Keys that say how a folder was written, not what it is; and the template, which has its own fingerprint."""
 
+REVISION = 1
+"""Part of a cached model's folder name: raise it when a recipe changes, so that no old result is taken for a new one."""
+
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -138,7 +141,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _cached(name: str, cache: Path, build: Callable[[Path], None]) -> Path:
-    target = cache / name
+    target = cache / f"{name}-{REVISION}"
     if (target / "config.json").is_file():
         return target.resolve()
     try:

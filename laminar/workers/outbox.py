@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from laminar.buffer.claims import MAX_FINISH, Held
@@ -142,11 +143,11 @@ class Finisher:
         """One segment and one transaction; rows whose claims were lost meanwhile are left out of the next try."""
         while batch:
             rows = [d.finished for d in batch]
-            segment, incoming = await until_written(self.clock, "a finished segment", lambda rows=rows: self._write(rows))  # type: ignore[misc]
+            segment, incoming = await until_written(self.clock, "a finished segment", partial(self._write, rows))
             remaining = {h.id for h in await self.ledger.finish([d.held for d in batch], segment, incoming)}
             if remaining:
                 log.warning(
-                    "%d of %d trajectories were lost to other owners before they were registered; the others are written again",
+                    "%d of %d trajectories went to other owners before they were registered; the others are written again",
                     len(batch) - len(remaining),
                     len(batch),
                 )

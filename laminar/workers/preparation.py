@@ -112,7 +112,8 @@ async def _fitting(config: Config, folder: Path, prompts: PromptSet) -> tuple[pa
     note = f"; {len(left_out)} longer than {limit} tokens left out, such as {left_out[0][:60]!r}" if left_out else ""
     if tables[0].num_rows == 0:
         raise ConfigError(
-            f"no prompt of {config.prompts.source} {config.prompts.dataset!r} is left to train on ({prompts.report}{note})"
+            f"no prompt of {config.prompts.source} {config.prompts.dataset!r} is left to train on "
+            f"({prompts.report}{note})"
         )
     return tables[0], tables[1], note
 

@@ -85,7 +85,7 @@ class Publisher:
                 except (LaminarError, OSError) as e:
                     reason = str(e)
             await self.clock.sleep(RETRY_S)
-        log.error("version %d is not published, no relay took it within %.0f s: %s", learner.version, RELAY_WAIT_S, reason)
+        log.error("version %d: no relay took it within %.0f s: %s", learner.version, RELAY_WAIT_S, reason)
         self.skipped += 1
         return None
 
@@ -112,7 +112,8 @@ class Publisher:
         head = WeightsHead(
             version=staged.version, digest=info.digest, layout_digest=info.layout_digest, bytes=info.bytes, master=""
         )
-        if not await self.ledger.guarded_put(self.keys.weights, head, unchanged(kv) if kv else absent(self.keys.weights)):
+        expected = unchanged(kv) if kv else absent(self.keys.weights)
+        if not await self.ledger.guarded_put(self.keys.weights, head, expected):
             await self.ledger.check_fence()
             raise Fenced(f"version {staged.version} was not announced: somebody else published {self.keys.weights}")
         log.info("published version %d (%s)", staged.version, info.digest[:12])

@@ -289,7 +289,7 @@ class Rollout:
             if rows:
                 partial = assemble(rows)
                 if partial.gap_at is not None:
-                    log.warning("trajectory %s goes on from token %d: later rows are lost", trajectory.name, partial.gap_at)
+                    log.warning("trajectory %s: rows after token %d are lost", trajectory.name, partial.gap_at)
                 trajectory.restore(partial)
             trajectory.pending = trajectory.all_rows(self.clock.now_us())
             self.live[trajectory.id] = trajectory
@@ -345,8 +345,10 @@ class Rollout:
                 ).model_copy(update={"state": "waiting"})
             else:
                 claim = held.claim.model_copy(update={"version": published.version})
-            log.warning("version %d is lost: trajectory %s %ss under version %d", version, held.kv.key.rsplit("/", 1)[-1],
-                        self.config.rollout.on_version_lost, published.version)  # fmt: skip
+            log.warning(
+                "version %d is lost: trajectory %012d-%03d %ss under version %d",
+                version, *held.id, self.config.rollout.on_version_lost, published.version,
+            )  # fmt: skip
             await self.ledger.update(held, claim)
         await self.evaluator.give_up(version)
         return True

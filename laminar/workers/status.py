@@ -276,6 +276,7 @@ def step_rows(store: StoreView) -> list[StepRow]:
                    avg(s.staleness) as staleness_mean, max(s.staleness) as staleness_max
             from steps s join experience e on s."group" = e."group" and s.sample = e.sample group by s.step
         ) t on m.step = t.step
+        where m.step >= 0
         order by m.step
         """
     ).to_pylist()

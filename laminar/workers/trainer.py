@@ -246,7 +246,7 @@ class Trainer:
         if not self.member.session.alive:
             raise Fenced(f"{self.member.id} lost its lease while it trained step {step}")
         staged = await self.publisher.stage(self.learner)
-        self.after_step = asyncio.create_task(self._after(batch, rows, result, staged, train_s), name=f"after step {step}")
+        self.after_step = asyncio.create_task(self._after(batch, rows, result, staged, train_s))
         if self.learner.version % self.config.trainer.checkpoint_every == 0:
             await self._settle()
             await self._checkpoint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -102,9 +103,14 @@ class Trajectory:
         self.pending.append(self._row(role, token_ids, logprobs, at, offset))
 
     def _row(
-        self, role: str, token_ids: Sequence[int], logprobs: Sequence[float], at: int, offset: int, version: int | None = None,
-        digest: str | None = None, worker: str | None = None,
-    ) -> PartialRow:  # fmt: skip
+        self,
+        role: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        at: int,
+        offset: int,
+        by: Span | None = None,
+    ) -> PartialRow:
         group, sample = self.id
         return PartialRow(
             group=group,
@@ -115,9 +121,9 @@ class Trajectory:
             role=role,
             token_ids=list(token_ids),
             logprobs=list(logprobs),
-            version=self.version if version is None else version,
-            digest=self.digest if digest is None else digest,
-            worker=self.worker if worker is None else worker,
+            version=by.version if by else self.version,
+            digest=by.digest if by else self.digest,
+            worker=by.worker if by else self.worker,
             finish_reason=self.finish_reason,
             turn_state=self.turn_state,
             # Streamed tokens do not change the environment: its state rides on the rows that do.
@@ -144,7 +150,6 @@ class Trajectory:
         """Everything again under this owner's term: what an adoption or a rotation of the log writes."""
         rows = [self._row("prompt", self.prompt_ids, [], at, 0)] if self.prompt_ids else []
         for start, stop, policy in _runs(self.policy_mask, [s.start for s in self.spans]):
-            span = self._span_of(start) if policy else None
             rows.append(
                 self._row(
                     "policy" if policy else "environment",
@@ -152,9 +157,7 @@ class Trajectory:
                     self.logprobs[start:stop] if policy else [],
                     at,
                     start,
-                    span.version if span else None,
-                    span.digest if span else None,
-                    span.worker if span else None,
+                    self._span_of(start) if policy else None,
                 )
             )
         return [*rows, self._row("policy", [], [], at, len(self.token_ids))] if self.prompt_ids else rows
@@ -223,4 +226,4 @@ def _join(a: PartialRow, b: PartialRow) -> PartialRow:
 def _runs(mask: Sequence[bool], cuts: Sequence[int]) -> list[tuple[int, int, bool]]:
     """(start, stop, value) of equal neighbours, also cut at `cuts`."""
     edges = sorted({0, len(mask), *cuts, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1])})
-    return [(a, b, mask[a]) for a, b in zip(edges, edges[1:], strict=False) if a < b]
+    return [(a, b, mask[a]) for a, b in itertools.pairwise(edges) if a < b]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -410,4 +412,23 @@ async def test_a_cluster_serves_through_the_death_of_each_member(three_etcds: An
             await process.start()
         await seen.until(lambda: len(seen.state) == count)
         assert [c.kv and c.kv.value for c in seen.changes] == [str(i) for i in range(count)]
+    await client.close()
+
+
+@pytest.mark.slow
+async def test_a_cluster_serves_while_any_one_member_is_frozen(three_etcds: Any) -> None:
+    """A frozen member keeps its connections open and answers nothing: only pings find it out."""
+    from laminar.buffer.etcd import EtcdCoordination
+
+    root, client = "/frozen/", EtcdCoordination([p.endpoint for p in three_etcds])
+    async with watching(client, root) as seen:
+        for number, process in enumerate(three_etcds):
+            os.kill(process.pid, signal.SIGSTOP)
+            try:
+                await put_once(client, f"{root}{number}", str(number))
+                await seen.until(lambda: len(seen.changes) > number, 20)  # noqa: B023
+            finally:
+                os.kill(process.pid, signal.SIGCONT)
+            await asyncio.sleep(1)
+        assert [c.kv and c.kv.value for c in seen.changes] == ["0", "1", "2"]
     await client.close()

@@ -110,8 +110,8 @@ def test_two_processes_that_build_at_once_get_one_folder(built, tmp_path, monkey
     monkeypatch.setitem(models.BUILT_IN, "tiny-reverse", build)
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(lambda _: resolve_model("tiny-reverse", tmp_path), range(4)))
-    assert found == {(tmp_path / "tiny-reverse").resolve()}
-    assert [p.name for p in tmp_path.iterdir()] == ["tiny-reverse"]
+    assert found == {(tmp_path / "tiny-reverse-1").resolve()}
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny-reverse-1"]
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -9,11 +9,13 @@ this one, however it ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import secrets
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -98,6 +100,7 @@ class VllmEngine:
         self._version = -1
         self._loads = 0
         self._llm: Any = None
+        self._closed = False
         self._broken = ""
         self._model: ModelTensors | None = None
         self._capacity = EngineCapacity(max_running, max_model_len, 0)
@@ -118,13 +121,13 @@ class VllmEngine:
         self._model = await asyncio.to_thread(ModelTensors.of_folder, self.model_folder, self.dtype)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                self._llm = await asyncio.to_thread(self._build, asyncio.get_running_loop())
+                await self._built(asyncio.get_running_loop())
                 self.process_id = int((await self._llm.collective_rpc("laminar_identity"))[0]["pid"])
                 await self._probe()
         except TimeoutError as e:
             await self.close()
             raise EngineError(f"vLLM did not start in {START_DEADLINE_S:.0f} s with model {self.model_folder}") from e
-        except EngineError:
+        except (EngineError, asyncio.CancelledError):
             await self.close()
             raise
         except Exception as e:  # vLLM raises whatever its many parts raise
@@ -139,7 +142,32 @@ class VllmEngine:
         log.info("vLLM started pid=%d kv_tokens=%d", self.process_id, self._capacity.kv_tokens)
         return self._capacity
 
-    def _build(self, loop: asyncio.AbstractEventLoop) -> Any:
+    def _built(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """`_build` in a daemon thread: one of a pool would keep a process that is told to stop until vLLM is up."""
+        built: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if built.done():
+                return
+            if error is None:
+                built.set_result(None)
+            else:
+                built.set_exception(error)
+
+        def run() -> None:
+            error = None
+            try:
+                self._build(loop)
+            except Exception as e:  # handed to whoever waits
+                error = e
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, error)
+
+        self._closed = False
+        threading.Thread(target=run, name="vllm-start", daemon=True).start()
+        return built
+
+    def _build(self, loop: asyncio.AbstractEventLoop) -> None:
         import torch
 
         on_cpu = not torch.cuda.is_available()
@@ -157,7 +185,11 @@ class VllmEngine:
             )
         arguments = AsyncEngineArgs(**self._settings(on_cpu))
         with engine_processes_tied_to_this_one():
-            return AsyncLLM.from_engine_args(arguments, stat_loggers=[step_recorder(self._steps, loop)])
+            # No local variable, no result: vLLM keeps this frame alive (in an exception that it caches), and with it the
+            # engine until the interpreter's end, where its destructor fails noisily.
+            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[step_recorder(self._steps, loop)])
+        if self._closed:
+            self._llm.shutdown(0)
 
     def _settings(self, on_cpu: bool) -> dict[str, Any]:
         settings: dict[str, Any] = {
@@ -191,13 +223,13 @@ class VllmEngine:
             chunk_of("probe", output)
 
     async def close(self) -> None:
+        self._closed = True
         self._ready.clear()
         self._version = -1
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
         await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
-        # Its cycles would otherwise live until the interpreter's end, where its destructor fails noisily.
         del llm
         gc.collect()
         if self.process_id:

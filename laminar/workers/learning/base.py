@@ -48,7 +48,7 @@ class StepResult:
 
 
 class Learner(Protocol):
-    """Blocking; the trainer runs it in a thread. Deterministic: same state and batch, same result (on equal hardware)."""
+    """Blocking; the trainer runs it in a thread. Deterministic: equal state and batch, equal result."""
 
     @property
     def version(self) -> int: ...
@@ -67,11 +67,11 @@ class Learner(Protocol):
         ...
 
     def write_weights(self, buffer: memoryview) -> None:
-        """Copy the staged weights into `buffer` (layout.total_bytes long) at the layout's offsets: the publish stall."""
+        """Copy the staged weights into `buffer` (layout.total_bytes long) at the layout's offsets: the stall."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write trainer state (weights, optimizer, schedule, RNG) into an existing empty folder; safetensors and JSON."""
+        """Write trainer state (weights, optimizer, schedule) into an empty folder: safetensors and JSON."""
         ...
 
     def load(self, folder: Path) -> None: ...

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from laminar.config import TrainerConfig
 from laminar.errors import ConfigError, LaminarError, WeightsError
@@ -371,6 +372,8 @@ def check_batch(batch: Sequence[Sample], *, vocabulary: int) -> None:
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> Any:
+    # Its bars of a second would break up the lines of the log, at each export as well.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<unknown>")
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz+-*=>:?., \n"
@@ -47,6 +48,7 @@ def build(folder: Path, seed: int = 0) -> None:
             _teach(model, tokenizer, random.Random(seed))
         finally:
             torch.set_num_threads(threads)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,0 +1,130 @@
+"""Real runs of the tiny fixture under real faults: nothing is lost, nothing is trained twice, nothing stays behind."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+MakeRun = Callable[..., Any]
+"""Makes a `RealRun` of conftest.py."""
+
+
+def test_an_undisturbed_run_ends_sound(real_run: MakeRun) -> None:
+    run = real_run()
+    run.start()
+    assert run.wait() == 0, run.story()
+    assert "done after 12 of 12 steps" in run.text()
+    run.assert_nothing_left()
+    run.assert_sound()
+
+
+@pytest.mark.parametrize("kind", ["rollout", "trainer", "relay", "committer", "etcd"])
+def test_kill_9_of_any_process_is_recovered(real_run: MakeRun, kind: str) -> None:
+    """Cases 22 and 31: kill with trajectories in flight; all drawn groups are trained or retired once."""
+    run = real_run()
+    run.start()
+    run.until(lambda: run.step() >= 3, "step 3")
+    assert run.kill(kind)
+    assert run.wait() == 0, run.story()
+    run.assert_nothing_left()
+    run.assert_sound()
+
+
+def test_ten_random_kills_lose_nothing(real_run: MakeRun, chance: random.Random) -> None:
+    run = real_run("run.max_steps=25", "rollout.workers=2")
+    run.start()
+    run.until(lambda: run.step() >= 1, "step 1")
+    killed = 0
+    kinds = ["trainer", "rollout", "relay", "etcd", "rollout"]
+    while killed < 10 and run.process is not None and run.process.poll() is None:
+        time.sleep(chance.uniform(0.5, 4.0))
+        killed += run.kill(kinds[killed % len(kinds)])
+    assert killed == 10, f"the run ended after {killed} kills:\n{run.story()}"
+    assert run.wait() == 0, run.story()
+    run.assert_nothing_left()
+    run.assert_sound()
+
+
+def test_ctrl_c_and_the_same_command_again(real_run: MakeRun) -> None:
+    run = real_run()
+    run.start()
+    run.until(lambda: run.step() >= 3, "step 3")
+    assert run.process is not None
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130, run.story()
+    run.assert_nothing_left()
+    run.assert_sound()
+    run.start()
+    assert run.wait() == 0, run.story()
+    run.assert_nothing_left()
+    run.assert_sound()
+    assert "done after 12 of 12 steps" in run.text()
+
+
+def test_kill_9_of_the_supervisor_leaves_no_process_and_resumes(real_run: MakeRun) -> None:
+    run = real_run()
+    run.start()
+    run.until(lambda: run.step() >= 3, "step 3")
+    run.run_endpoint()
+    assert run.process is not None
+    run.process.kill()
+    run.wait(10)
+    run.assert_nothing_left()
+    run.start()
+    assert run.wait() == 0, run.story()
+    run.assert_sound()
+
+
+def test_a_done_run_says_so_and_can_be_given_more_steps(real_run: MakeRun) -> None:
+    run = real_run("run.max_steps=4")
+    run.start()
+    assert run.wait() == 0, run.story()
+    run.start()
+    assert run.wait() == 0, run.story()
+    longer = real_run("run.max_steps=6")
+    longer.start()
+    assert longer.wait() == 0, longer.story()
+    assert "done after 6 of 6 steps" in longer.text()
+    longer.assert_sound()
+
+
+def test_a_changed_data_set_is_refused_by_name(real_run: MakeRun) -> None:
+    """Case 37: a changed learning rate is allowed and said, a changed data set is refused, naming both fingerprints."""
+    run = real_run("run.max_steps=3")
+    run.start()
+    assert run.wait() == 0, run.story()
+    changed = real_run("run.max_steps=3", "prompts.seed=77")
+    changed.start()
+    assert changed.wait() == 2
+    assert "prompts: the run has" in changed.text()
+    allowed = real_run("run.max_steps=4", "trainer.learning_rate=1e-4")
+    allowed.start()
+    assert allowed.wait() == 0, allowed.story()
+    assert "trainer.learning_rate" in allowed.text()
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_error(real_run: MakeRun) -> None:
+    """Case 17."""
+    run = real_run('reward.name="always_raises:reward"')
+    (run.root / "always_raises.py").write_text(
+        "def reward(prompt, transcript):\n    raise ValueError('broken judge')\n"
+    )
+    run.start(python_path=run.root)
+    assert run.wait() == 1, run.story()
+    assert "broken judge" in run.text()
+    run.assert_nothing_left()
+
+
+def test_five_prompts_and_batches_of_four_end_with_the_rest_named(real_run: MakeRun) -> None:
+    """Case 21."""
+    run = real_run("prompts.size=5", "run.epochs=1", "trainer.groups_per_step=4", 'trainer.last_batch="retire"')
+    run.start()
+    assert run.wait() == 0, run.story()
+    assert "every prompt of every epoch has been drawn" in run.text()
+    run.assert_sound()

@@ -185,8 +185,8 @@ class VllmEngine:
             )
         arguments = AsyncEngineArgs(**self._settings(on_cpu))
         with engine_processes_tied_to_this_one():
-            # No local variable, no result: vLLM keeps this frame alive (in an exception that it caches), and with it the
-            # engine until the interpreter's end, where its destructor fails noisily.
+            # No local variable, no result: vLLM keeps this frame alive (in an exception that it caches), and with it
+            # the engine until the interpreter's end, where its destructor fails noisily.
             self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[step_recorder(self._steps, loop)])
         if self._closed:
             self._llm.shutdown(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -21,12 +22,14 @@ from laminar.workers.engines.vllm import VllmEngine
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(240)]
 
 ROLLOUT = """
-import asyncio, sys
+import asyncio, signal, sys
 from laminar.workers.engines.vllm import VllmEngine
 
 async def main():
     engine = VllmEngine(sys.argv[1], dtype="float32", max_running=4, max_model_len=128, kv_cache_mib=16)
-    await engine.start()
+    starting = asyncio.ensure_future(engine.start())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starting.cancel)
+    await starting
     print("started", flush=True)
     await asyncio.sleep(300)
 
@@ -58,6 +61,18 @@ def start_rollout(tmp_path: Path, model_folder: Path) -> subprocess.Popen[str]:
     )
 
 
+def engine_processes_of(rollout: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Waits for vLLM to spawn the engine's process; all child processes at that moment."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        children = psutil.Process(rollout.pid).children(recursive=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("spawn_main" in " ".join(child.cmdline()) for child in children):
+                return children
+        time.sleep(0.01)
+    raise AssertionError("no engine process within 120 s")
+
+
 def all_end_within(processes: list[psutil.Process], seconds: float) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
@@ -81,16 +96,18 @@ def test_the_engine_dies_with_a_rollout_that_is_killed(tmp_path: Path, model_fol
 def test_the_engine_dies_with_a_rollout_that_is_killed_while_it_starts(tmp_path: Path, model_folder: Path) -> None:
     """vLLM alone would have the orphan wait five minutes for its rollout."""
     rollout = start_rollout(tmp_path, model_folder)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        children = psutil.Process(rollout.pid).children(recursive=True)
-        if any("spawn_main" in " ".join(child.cmdline()) for child in children):
-            break
-        time.sleep(0.01)
+    children = engine_processes_of(rollout)
     rollout.send_signal(signal.SIGKILL)
     rollout.wait(10)
-    assert children
     assert all_end_within(children, 15)
+
+
+def test_a_rollout_that_is_told_to_stop_while_vllm_starts_ends_in_seconds(tmp_path: Path, model_folder: Path) -> None:
+    rollout = start_rollout(tmp_path, model_folder)
+    children = engine_processes_of(rollout)
+    rollout.send_signal(signal.SIGTERM)
+    rollout.wait(10)
+    assert all_end_within(children, 10)
 
 
 async def test_a_killed_engine_is_seen_within_seconds_and_closes(model_folder: Path) -> None:

@@ -42,7 +42,7 @@ VOLATILE = ("transformers_version", "_name_or_path", "name_or_path", "dtype", "t
 """Keys that say how a folder was written, not what it is; and the template, which has its own fingerprint."""
 
 REVISION = 1
-"""Part of a cached model's folder name: raise it when a recipe changes, so that no old result is taken for a new one."""
+"""Part of a cached folder's name: raise it when a recipe changes, so that no old result is taken for a new one."""
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

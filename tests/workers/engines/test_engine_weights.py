@@ -64,7 +64,7 @@ def test_an_untied_model_needs_its_head(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     model = ModelTensors.of_folder(write(tmp_path / "a", TENSORS), "float32")
-    with pytest.raises(WeightsError, match="has 1 tensors unknown to the served model.*'model.extra'"):
+    with pytest.raises(WeightsError, match=r"has 1 tensors unknown to the served model.*'model.extra'"):
         model.check_layout(layout_of(TENSORS | {"model.extra": torch.ones(1)}), "version 3")
     with pytest.raises(WeightsError, match=r"'model.norm.weight' of shape \(4,\), the served model needs \(3,\)"):
         model.check_layout(layout_of(TENSORS | {"model.norm.weight": torch.ones(4)}), "version 3")

@@ -115,7 +115,8 @@ def variants(config: Config) -> dict[str, list[str]]:
 def run_laminar(options: argparse.Namespace, seed: int, variant: str, changes: Sequence[str]) -> Run:
     work = Path(tempfile.mkdtemp(prefix="laminar-benchmark-", dir=options.work))
     store = work / "store"
-    settings = [*options.set, *changes, f"prompts.seed={seed}", "evaluation.size=0", f"run.max_steps={options.max_steps}"]
+    settings = [*options.set, *changes, f"prompts.seed={seed}", "evaluation.size=0"]
+    settings += [f"run.max_steps={options.max_steps}"]
     placed = [*settings, f"run.name=benchmark-{secrets.token_hex(4)}", f"run.store={store}"]
     command = [sys.executable, "-m", "laminar.cli", "run", str(options.config), "--plain"]
     for setting in placed:
@@ -141,7 +142,7 @@ def run_laminar(options: argparse.Namespace, seed: int, variant: str, changes: S
 
 
 def laminar_steps(store: Path) -> list[tuple[int, float, float]]:
-    """Step, when it was recorded (seconds since the epoch), mean reward of all that it consumed; committed steps only."""
+    """Of each committed step: its number, when it was recorded (s since 1970), the mean reward of all it consumed."""
     if not (store / "step_metrics.lance" / "_versions").is_dir():
         return []
     with StoreView.open(str(store)).connect() as connection:
@@ -223,8 +224,8 @@ def run_trl(options: argparse.Namespace, seed: int) -> Run:
         raise RuntimeError(f"TRL ended with {ended.returncode}; see {log}:\n{tail(log)}")
     lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines()]
     steps = [(e["at"], e["reward"]) for e in lines if e["event"] == "step"]
-    asked = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in ('trl', 'torch', 'transformers')}))"
-    versions = json.loads(subprocess.check_output([python, "-c", asked]))
+    asked = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    versions = json.loads(subprocess.check_output([python, "-c", asked, "trl", "torch", "transformers"]))
     settings = [*options.set, f"precision={options.trl_precision}", f"max_steps={options.max_steps}"]
     variant = "default" if options.trl_precision == "autocast" else options.trl_precision
     result = record("trl", variant, seed, settings, lines[0]["at"], steps, started, ended, load, versions)
@@ -308,7 +309,8 @@ def report_comparison(runs: Sequence[Run], threshold: float) -> None:
 
 def print_row(name: str, values: Sequence[float | None], digits: int) -> None:
     ratios = [v / values[0] if v is not None and values[0] else None for v in values[1:]]
-    print(f"{name:>8}" + "".join(f"{number(v, digits):>18}" for v in values) + "".join(f"{number(r, 2):>18}" for r in ratios))
+    cells = [*(number(v, digits) for v in values), *(number(r, 2) for r in ratios)]
+    print(f"{name:>8}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def report_ablation(runs: Sequence[Run]) -> None:
@@ -323,9 +325,8 @@ def report_ablation(runs: Sequence[Run]) -> None:
         mean = statistics.median(r.ends[-1] / len(r.ends) for r in mine)
         base = base or (middle, mean)
         peak = statistics.median(r.peak_pss_mib for r in mine)
-        print(
-            f"{name:22}{len(mine):5}{middle:10.2f}{middle / base[0]:10.2f}{mean:10.2f}{mean / base[1]:10.2f}{peak:10.0f}"
-        )
+        cells = f"{middle:10.2f}{middle / base[0]:10.2f}{mean:10.2f}{mean / base[1]:10.2f}{peak:10.0f}"
+        print(f"{name:22}{len(mine):5}{cells}")
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

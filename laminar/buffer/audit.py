@@ -238,7 +238,7 @@ def _batches(p: Picture) -> list[str]:
         if len(consumed) != p.head.consumed_groups:
             problems.append(f"invariant 4: {len(consumed)} groups are decided, the head says {p.head.consumed_groups}")
         if p.head.state == "done" and len(consumed) != p.cursor:
-            problems.append(f"the run is done, but {p.cursor - len(consumed)} drawn groups are neither trained nor retired")
+            problems.append(f"the run is done, but {p.cursor - len(consumed)} groups are neither trained nor retired")
     trained = Counter((s["step"], s["group"], s["sample"]) for s in p.steps)
     if again := sorted(k for k, n in trained.items() if n > 1):
         problems.append(f"invariant 4: (step, group, sample) recorded twice {_some(again)}")

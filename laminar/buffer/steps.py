@@ -144,8 +144,8 @@ class StepLog:
         return await read_batch(self.storage, await self.decision(step))
 
     async def record(
-        self, step: int, boot: str, samples: Sequence[dict[str, Any]], metrics: dict[str, Any], version: int, digest: str,
-        at_us: int, **changes: Any,
+        self, step: int, boot: str, samples: Sequence[dict[str, Any]], metrics: dict[str, Any], version: int,
+        digest: str, at_us: int,
     ) -> None:  # fmt: skip
         """Register the step's rows and raise `step`, once: a step that is already recorded changes nothing."""
         head, _ = await self.head()
@@ -155,7 +155,7 @@ class StepLog:
         puts = [await self._register("step_metrics", step, boot, [row])]
         if samples:
             puts.append(await self._register("steps", step, boot, samples))
-        await self.change_head(puts, step=step + 1, **changes)
+        await self.change_head(puts, step=step + 1)
 
     async def record_initial(self, boot: str, digest: str, at_us: int) -> None:
         """Step -1 made version 0: so each published digest is in `step_metrics`. Once, by the head's `initial`."""

@@ -238,7 +238,8 @@ class LocalJob:
         return {"done": 0, "failed": 1}.get(state, 130)
 
     async def _watch(
-        self, stop: asyncio.Event, working: list[asyncio.Task[None]], background: list[asyncio.Task[None]], display: Display
+        self, stop: asyncio.Event, working: list[asyncio.Task[None]], background: list[asyncio.Task[None]],
+        display: Display,
     ) -> tuple[str, str]:  # fmt: skip
         """Show progress until the run has ended; how it ended, and why."""
         loop = asyncio.get_running_loop()

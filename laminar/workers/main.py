@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -97,12 +98,14 @@ async def _trainer(run: Run) -> None:
     from laminar.workers.trainer import trainer_main
 
     config = run.config
+    threads = config.trainer.threads or max(1, (os.cpu_count() or 1) - config.rollout.workers)
+    trainer = config.trainer.model_copy(update={"threads": threads})
     sinks = MetricSinks(run.storage.absolute(""), config.logging, run=config.run.name, run_id=run.file.store_id)
 
     def make_learner() -> TorchLearner:
         return TorchLearner(
             Path(run.file.model_folder),
-            config.trainer,
+            trainer,
             temperature=config.sampling.temperature,
             dtype=config.model.dtype,
             total_steps=config.run.max_steps,

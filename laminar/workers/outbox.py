@@ -38,7 +38,8 @@ class Flusher:
     """Owns the partial log. `live()` gives the trajectories whose rows it writes."""
 
     def __init__(
-        self, partials: PartialLog, live: Callable[[], Iterable[Trajectory]], clock: Clock, *, interval_s: float, enabled: bool
+        self, partials: PartialLog, live: Callable[[], Iterable[Trajectory]], clock: Clock, *, interval_s: float,
+        enabled: bool,
     ) -> None:  # fmt: skip
         self.partials = partials
         self.live = live
@@ -147,7 +148,7 @@ class Finisher:
             remaining = {h.id for h in await self.ledger.finish([d.held for d in batch], segment, incoming)}
             if remaining:
                 log.warning(
-                    "%d of %d trajectories went to other owners before they were registered; the others are written again",
+                    "%d of %d trajectories went to others before they were registered; the rest is written again",
                     len(batch) - len(remaining),
                     len(batch),
                 )

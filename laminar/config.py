@@ -87,7 +87,7 @@ class SamplingConfig(Section):
     samples_per_prompt: int = Field(8, ge=1, le=120)
     """Trajectories of a group. Frozen. At most 120: a group is drawn in one etcd transaction."""
     temperature: float = Field(1.0, ge=0.01, le=2)
-    """Softmax temperature; behaviour logprobs and the trainer's use the same. Engines sample nothing outside 0.01 to 2."""
+    """Softmax temperature, of behaviour logprobs and of the trainer's alike; 0.01 to 2 is what all engines sample."""
     max_tokens: int = Field(256, ge=1)
     """Policy tokens of a trajectory at most, over all its turns."""
     top_p: float = 1.0

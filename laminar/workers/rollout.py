@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,8 @@ from laminar.workers.weights import find_weights
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 1.0
+RATE_REPORTS = 11
+"""The decode rate is a mean over the last ten seconds: single seconds swing between a drain and a burst."""
 STEER_INTERVAL_S = 1.0
 """How often a rollout looks again without having been told of a change."""
 MAX_LOAD_FAILURES = 5
@@ -357,12 +360,12 @@ class Rollout:
 
     async def _report(self) -> None:
         key = self.run_info.keys.load("rollout", self.member.id)
-        before_tokens, before = self.engine_tokens(), self.clock.monotonic()
+        history: deque[tuple[float, int]] = deque(maxlen=RATE_REPORTS)
         while True:
             load = self.engine.load_report()
-            now, tokens = self.clock.monotonic(), self.engine_tokens()
-            rate = (tokens - before_tokens) / (now - before) if now > before else 0.0
-            before_tokens, before = tokens, now
+            history.append((self.clock.monotonic(), self.engine_tokens()))
+            (since, tokens), (now, all_tokens) = history[0], history[-1]
+            rate = (all_tokens - tokens) / (now - since) if now > since else 0.0
             record = Load(
                 version=self.engine.version,
                 running=load.running,

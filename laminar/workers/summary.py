@@ -27,6 +27,19 @@ class Fate:
 
 
 @dataclass(frozen=True)
+class Evaluated:
+    """Held-out prompts under one pinned version. `greedy` and `average` (avg@k over `samples` at the training
+    temperature) are mean rewards, `passed` (pass@k) the share of prompts with a sample of reward 1."""
+
+    version: int
+    prompts: int
+    samples: int
+    greedy: float | None
+    average: float | None
+    passed: float | None
+
+
+@dataclass(frozen=True)
 class Summary:
     """`rewards` has the mean reward of each step that has one, in order; `state` is done, failed or stopped."""
 
@@ -38,6 +51,7 @@ class Summary:
     steps: Sequence[StepRow]
     fates: Sequence[Fate]
     statuses: dict[str, int]
+    evaluations: Sequence[Evaluated] = ()
 
     @property
     def rewards(self) -> list[float]:
@@ -56,7 +70,28 @@ def collect(store: StoreView, *, state: str, reason: str = "") -> Summary:
         steps=step_rows(store),
         fates=_fates(store, decisions(store)),
         statuses={row["status"]: row["n"] for row in counted},
+        evaluations=evaluations(store),
     )
+
+
+def evaluations(store: StoreView) -> list[Evaluated]:
+    """By version. An answer without a result (its reward failed) counts in no mean."""
+    if not store.exists("evaluation"):
+        return []
+    rows = store.query(
+        """
+        with best as (
+            select version, prompt_index, max(reward) as reward from evaluation where mode = 'sampled' group by all
+        )
+        select e.version, count(distinct e.prompt_index) as prompts,
+               coalesce(max(e.sample) filter (where mode = 'sampled') + 1, 0) as samples,
+               avg(e.reward) filter (where mode = 'greedy') as greedy,
+               avg(e.reward) filter (where mode = 'sampled') as average,
+               (select avg((reward >= 1)::int) from best where best.version = e.version) as passed
+        from evaluation e group by e.version order by e.version
+        """
+    ).to_pylist()
+    return [Evaluated(**row) for row in rows]
 
 
 def decisions(store: StoreView) -> list[BatchDecision]:
@@ -92,7 +127,7 @@ def _fates(store: StoreView, decided: Sequence[BatchDecision]) -> list[Fate]:
 
 def summary(result: Summary) -> str:
     """Plain text, about 80 columns."""
-    lines = [_headline(result), "", *_reward_lines(result), *_fate_lines(result)]
+    lines = [_headline(result), "", *_reward_lines(result), *_evaluation_lines(result), *_fate_lines(result)]
     errors = {status: n for status, n in result.statuses.items() if status != "ok"}
     if errors:
         lines.append("errors      " + ", ".join(f"{n} {status}" for status, n in errors.items()))
@@ -122,6 +157,18 @@ def _reward_lines(result: Summary) -> list[str]:
     return [
         f"reward      first {len(first)} steps {mean(first):.3f}, last {len(last)} steps {mean(last):.3f}{gain}",
     ]
+
+
+def _evaluation_lines(result: Summary) -> list[str]:
+    lines: list[str] = []
+    shown = result.evaluations if len(result.evaluations) <= 2 else [result.evaluations[0], result.evaluations[-1]]
+    for e in shown:
+        heading = "" if lines else "held out"
+        lines.append(
+            f"{heading:<12}version {e.version}: greedy {number(e.greedy)}, avg@{e.samples} {number(e.average)}, "
+            f"pass@{e.samples} {number(e.passed)} ({e.prompts} prompts)"
+        )
+    return lines
 
 
 def _fate_lines(result: Summary) -> list[str]:

@@ -314,7 +314,8 @@ def print_row(name: str, values: Sequence[float | None], digits: int) -> None:
 
 
 def report_ablation(runs: Sequence[Run]) -> None:
-    """Seconds a step of each variant: the median over its runs of the median (and of the mean) over their steps."""
+    """Seconds a step of each variant: the median over its runs of the median (and of the mean) over their steps.
+    `–`: the file has no run of the default to compare with."""
     print(f"\n{'variant':22}{'runs':>5}{'s a step':>10}{'/ default':>10}{'mean':>10}{'/ default':>10}{'peak MiB':>10}")
     base: tuple[float, float] | None = None
     for name in dict.fromkeys(["default", *(r.variant for r in runs)]):
@@ -323,10 +324,11 @@ def report_ablation(runs: Sequence[Run]) -> None:
             continue
         middle = statistics.median(r.step_s for r in mine)
         mean = statistics.median(r.ends[-1] / len(r.ends) for r in mine)
-        base = base or (middle, mean)
+        if name == "default":
+            base = (middle, mean)
+        beside = [number(middle / base[0], 2), number(mean / base[1], 2)] if base else ["–", "–"]
         peak = statistics.median(r.peak_pss_mib for r in mine)
-        cells = f"{middle:10.2f}{middle / base[0]:10.2f}{mean:10.2f}{mean / base[1]:10.2f}{peak:10.0f}"
-        print(f"{name:22}{len(mine):5}{cells}")
+        print(f"{name:22}{len(mine):5}{middle:10.2f}{beside[0]:>10}{mean:10.2f}{beside[1]:>10}{peak:10.0f}")
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

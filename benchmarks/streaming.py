@@ -158,9 +158,10 @@ async def measure(config: Config, options: argparse.Namespace, folder: Path) -> 
 
 async def compare(bench: Bench, rounds: int) -> None:
     c = bench.config
+    fsync = " with fsync" if c.rollout.fsync else ""
     print(
         f"{c.model.path} on {c.rollout.engine}, {len(bench.prompts)} trajectories of up to {c.sampling.max_tokens} "
-        f"tokens, {bench.running} at once, a flush every {c.rollout.flush_interval} s{' with fsync' if c.rollout.fsync else ''}"
+        f"tokens, {bench.running} at once, a flush every {c.rollout.flush_interval} s{fsync}"
     )
     await bench.round("warm-up-on", streaming=True)
     await bench.round("warm-up-off", streaming=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from laminar.buffer import claims
@@ -17,8 +18,12 @@ from laminar.buffer.claims import Held, TrajectoryId
 from laminar.buffer.coordination import Compare, Coordination, Delete, Operation, Put, Transaction, all_reads
 from laminar.buffer.keys import Keys
 from laminar.buffer.records import Claim, Cursor, Incoming, Record, TrainerHead
+from laminar.buffer.requests import retry
 from laminar.buffer.session import transact_or_read_back
 from laminar.errors import CoordinationUnavailable, Fenced
+
+READ_S = 15.0
+"""Seconds for which reading claims is tried again while etcd is unavailable."""
 
 
 class Actor(Protocol):
@@ -95,7 +100,11 @@ class Ledger:
         result: list[Held] = []
         for start in range(0, len(ids), claims.MAX_FINISH):
             part = ids[start : start + claims.MAX_FINISH]
-            reads = await self.coordination.transact(all_reads([self.keys.claim(*i) for i in part]))
+            reading = all_reads([self.keys.claim(*i) for i in part])
+            # Unlike a write, a read is safe to repeat: one lost reply must not end the worker that owns the claims.
+            reads = await retry(
+                partial(self.coordination.transact, reading), f"read of {len(part)} claims", READ_S, self._random
+            )
             held = [Held.of(kv) for kv in reads.gets if kv is not None]
             result += [h for h in held if h.claim.owner == self.name]
         return result

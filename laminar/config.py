@@ -142,9 +142,9 @@ class TrainerConfig(Section):
     """Whole groups that one optimizer step consumes."""
     max_ahead_groups: int = Field(0, ge=0)
     """Groups drawn but not consumed at most; 0: two steps' groups. Bounds staleness by admission."""
-    max_staleness: int = Field(0, ge=0)
-    """Admission draws only what is expected to be at most this many versions old when it is trained on; 0: no bound
-    but max_ahead_groups. Nothing is ever dropped for its age."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Admission draws only what is expected to be at most this many versions old when it is trained on; absent: no
+    bound but max_ahead_groups; 0: rollouts and trainer take turns. Nothing is ever dropped for its age."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)

@@ -144,18 +144,18 @@ def admitted_groups(
     max_ahead: int,
     total_groups: int,
     version: int = 0,
-    max_staleness: int = 0,
+    max_staleness: int | None = None,
 ) -> int:
     """Groups that may still be drawn now (design, "Draw"): never further ahead than `max_ahead`, never more than
     the run can consume. All arguments count groups but `step` and `max_steps`, which count decided steps.
 
-    `max_staleness` (0: no bound) admits what is expected to be no older than that when it is trained on: the group
+    `max_staleness` (None: no bound) admits what is expected to be no older than that when it is trained on: the group
     k places after the consumed ones trains in step `step + k // groups_per_step`, which is also the trainer's version
     then, and is drawn under `version`. Groups that arrive out of order may still be older by a step.
     """
     ended = consumed + to_retire
     limit = min(ended + max_ahead, ended + (max_steps - step) * groups_per_step, total_groups)
-    if max_staleness:
+    if max_staleness is not None:
         limit = min(limit, ended + max(0, max_staleness - (step - version) + 1) * groups_per_step)
     return max(0, limit - cursor)
 

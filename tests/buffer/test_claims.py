@@ -112,7 +112,7 @@ def test_a_finish_of_too_many_claims_is_refused() -> None:
 
 
 def admitted(**changes: int) -> int:
-    base = dict(
+    base: dict[str, int] = dict(
         cursor=0, consumed=0, to_retire=0, step=0, max_steps=100, groups_per_step=4, max_ahead=8, total_groups=1000
     )
     return claims.admitted_groups(**{**base, **changes})
@@ -136,6 +136,11 @@ def test_staleness_is_bounded_by_admission() -> None:
     assert admitted(step=6, consumed=24, cursor=24, version=5, max_staleness=1) == 4
     assert admitted(step=6, consumed=24, cursor=24, version=6, max_staleness=1) == 8
     assert admitted(step=6, consumed=24, cursor=24, version=3, max_staleness=1) == 0
+
+
+def test_a_bound_of_zero_makes_rollouts_and_trainer_take_turns() -> None:
+    assert admitted(step=6, consumed=24, cursor=24, version=6, max_staleness=0) == 4
+    assert admitted(step=7, consumed=28, cursor=28, version=6, max_staleness=0) == 0
 
 
 def test_groups_that_will_only_be_retired_make_room_for_others() -> None:

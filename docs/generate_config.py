@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -32,6 +33,8 @@ WORDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 def kind(annotation: Any) -> str:
     """A type as a reader of TOML knows it."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is UnionType:
+        return " or ".join(kind(a) for a in arguments if a is not NoneType)
     if origin is Literal:
         return " or ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin is list:
@@ -47,7 +50,10 @@ def bounded(field: FieldInfo) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    return "required" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "absent" if value is None else f"`{json.dumps(value)}`"
 
 
 def rows(section: str, model: type[BaseModel]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import Claim, Incoming, Intent, Source, TableHead
 from laminar.buffer.segments import read_segment
 from laminar.buffer.session import transact_or_read_back
-from laminar.buffer.storage import Storage
+from laminar.buffer.storage import NotFound, Storage
 from laminar.buffer.table import Table, TargetTaken
 from laminar.errors import CorruptSegment, Fenced
 
@@ -121,34 +121,43 @@ class TableCommitter:
             raise Fenced(f"the head of table {self.name!r} was changed by somebody else; this committer stands back")
 
     async def _finish_announced(self, head: TableHead, kv: KeyValue | None, waiting: Sequence[Registered]) -> int:
-        intent = head.committing
-        assert intent is not None
-        found = await self.table.find(intent.key)
-        decision = resolve(intent, found, await self.table.version())
-        if decision is Resolution.COMMIT:
-            by_id = {r.id: r for r in waiting}
-            rows = await self._rows([by_id[s] for s in intent.segments], head.rows)
+        intent, by_id = head.committing, {r.id: r for r in waiting}
+        if intent is None or not by_id.keys() >= set(intent.segments):
             await self.ledger.check_fence()
-            try:
-                found = await self.table.commit(rows, target=intent.target, key=intent.key)
-                self.commits_since_compaction += 1
-            except TargetTaken:
-                found = await self.table.find(intent.key)
-                decision = resolve(intent, found, await self.table.version())
+            raise Fenced(f"what was announced of table {self.name!r} is resolved already; this committer stands back")
+        segments = [by_id[s] for s in intent.segments]
+        found = await self.table.find(intent.key)
+        if resolve(intent, found, await self.table.version()) is Resolution.COMMIT:
+            found = await self._commit(intent, segments, head.rows)
         if found is None:
-            log.warning("table %s: the announced commit %s is void (%s)", self.name, intent.key, decision.value)
+            log.warning("table %s: the announced commit %s is void: %s", self.name, intent.key, Resolution.VOID.value)
             await self._put_head(head.model_copy(update={"committing": None}), kv)
             return 0
-        by_id = {r.id: r for r in waiting}
-        count = sum(by_id[s].incoming.rows for s in intent.segments)
+        count = sum(s.incoming.rows for s in segments)
         await self._put_head(
             TableHead(lance_version=found, rows=head.rows + count),
             kv,
             *(Delete(self.keys.incoming(self.name, s)) for s in intent.segments),
         )
-        for segment in intent.segments:
-            await self.storage.delete(by_id[segment].incoming.path)
+        for segment in segments:
+            await self.storage.delete(segment.incoming.path)
         return count
+
+    async def _commit(self, intent: Intent, segments: Sequence[Registered], first_seq: int) -> int | None:
+        """The version that holds the announced rows; None if the target has become something else."""
+        try:
+            rows, key = await self._rows(segments, first_seq), intent.key
+        except CorruptSegment as e:
+            log.error("table %s: %s after its commit was announced", self.name, e)
+            # Who announced it may only be slow, and have read it: the target is taken before the intent is given up.
+            rows, key = self.schema.empty_table(), f"{intent.key}/void"
+        await self.ledger.check_fence()
+        try:
+            found = await self.table.commit(rows, target=intent.target, key=key)
+            self.commits_since_compaction += 1
+        except TargetTaken:
+            return await self.table.find(intent.key)
+        return found if key == intent.key else None
 
     async def _rows(self, segments: Sequence[Registered], first_seq: int) -> pa.Table:
         batches: list[pa.RecordBatch] = []
@@ -159,7 +168,11 @@ class TableCommitter:
         return rows.set_column(self.schema.get_field_index("commit_seq"), self.schema.field("commit_seq"), seq)
 
     async def _read(self, segment: Registered) -> list[pa.RecordBatch]:
-        contents = read_segment(await self.storage.read(segment.incoming.path), self.schema, complete=True)
+        try:
+            data = await self.storage.read(segment.incoming.path)
+        except NotFound as e:
+            raise CorruptSegment(f"{segment.incoming.path} is registered and not there: {e}") from e
+        contents = read_segment(data, self.schema, complete=True)
         rows = sum(b.num_rows for b in contents.batches)
         if contents.torn_at is not None or rows != segment.incoming.rows:
             raise CorruptSegment(f"{segment.incoming.path} holds {rows} of {segment.incoming.rows} registered rows")

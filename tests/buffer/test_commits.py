@@ -13,7 +13,7 @@ import pytest
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
 from laminar.buffer.commits import COMPACT_EVERY, KEEP_VERSIONS, MAX_SEGMENTS, Resolution, TableCommitter, resolve
-from laminar.buffer.coordination import Put, Transaction
+from laminar.buffer.coordination import KeyValue, Put, Transaction
 from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger, all_claims
@@ -23,7 +23,7 @@ from laminar.buffer.records import Incoming, Intent, TableHead
 from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.storage import MemoryStorage
 from laminar.buffer.table import MemoryTable
-from laminar.errors import Fenced, StoreError
+from laminar.errors import CoordinationUnavailable, Fenced, StoreError
 
 KEYS = Keys("run")
 Start = Callable[..., Awaitable[Any]]
@@ -73,6 +73,12 @@ class Gated:
             return result
 
         return gated
+
+
+def one(server: MemoryEtcd, key: str) -> KeyValue:
+    kv = server.get(key)
+    assert kv is not None
+    return kv
 
 
 async def crash() -> None:
@@ -220,6 +226,15 @@ async def paused_at(world: World, at: int | str, compacts: bool) -> None:
         await working
 
 
+async def test_a_replaced_committer_announces_nothing(start: Start) -> None:
+    world = await World.make(start)
+    actor, committer = await world.committer()
+    actor.kill()
+    with pytest.raises(Fenced):
+        await committer.run_once()
+    assert world.server.get(KEYS.head("experience")) is None and await world.table.version() == 0
+
+
 async def test_without_the_tables_fence_a_late_commit_doubles_rows(start: Start) -> None:
     """What the test above is able to see: a table that rebases late commits, as Lance does without a commit lock."""
     world = await World.make(start)
@@ -336,9 +351,8 @@ async def assert_reissued_and_finished(world: World, committer: TableCommitter, 
     taken = []
     for held in waiting.values():
         assert await world.rollout.ledger.hand_over(held, claims.reassigned(held.claim, "w", "death"), None)
-        kv = world.server.get(held.kv.key)
-        assert kv is not None
-        adopted = await world.rollout.ledger.adopt(Held.of(kv), version=0, progress=0)
+        waits = Held.of(one(world.server, held.kv.key))
+        adopted = await world.rollout.ledger.adopt(waits, version=0, progress=0)
         assert adopted is not None and adopted.claim.deaths == 0
         taken.append(adopted)
     await world.finish(world.rollout, taken)
@@ -373,20 +387,35 @@ async def test_a_segment_that_became_unreadable_after_its_commit_was_announced(s
     actor.kill()
     await damage(world, "w-000001", how)
     _, committer = await world.committer()
-    await world.commit_all(committer)
+    assert await committer.run_once() == 0 and (await world.head()).committing is None
     wake.set()
     with pytest.raises(Fenced):
         await working
+    await world.commit_all(committer)
     assert sorted(await world.rows()) == [(0, 0), (0, 1), (2, 0), (2, 1)]
     await assert_reissued_and_finished(world, committer, 3)
+
+
+async def test_a_late_request_does_not_issue_trajectories_a_third_time(start: Start) -> None:
+    world = await World.make(start, 1)
+    await damage(world, "w-000000", "flipped")
+    actor, committer = await world.committer()
+    actor.faults.script("transact", Fault.LATE)
+    actor.faults.delay_s = (0.5, 0.5)
+    with pytest.raises(CoordinationUnavailable):
+        await committer.run_once()
+    actor.faults.delay_s = (0.0, 0.0)
+    assert await committer.run_once() == 0
+    held = Held.of(one(world.server, KEYS.claim(0, 0)))
+    assert await world.rollout.ledger.hand_over(held, claims.reassigned(held.claim, "w", "death"), None)
+    await asyncio.sleep(10)
+    assert Held.of(one(world.server, KEYS.claim(0, 0))).claim.owner == "w"
 
 
 async def test_a_readable_segment_with_other_rows_than_registered_is_not_taken(start: Start) -> None:
     world = await World.make(start, 1)
     key = KEYS.incoming("experience", "w-000000")
-    kv = world.server.get(key)
-    assert kv is not None
-    lying = Incoming.parse(kv.value).model_copy(update={"rows": 3})
+    lying = Incoming.parse(one(world.server, key).value).model_copy(update={"rows": 3})
     world.server.transact(Transaction((), (Put(key, lying.dump()),)))
     _, committer = await world.committer()
     await world.commit_all(committer)

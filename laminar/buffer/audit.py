@@ -50,6 +50,8 @@ class Picture:
     steps: Sequence[Mapping[str, Any]] = ()
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
+    offered: set[str] = field(default_factory=set)
+    """Digests of versions that were made available again after their publication."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ async def gather(
     picture.cursor = Cursor.parse(cursor).next if cursor else 0
     picture.head = TrainerHead.parse(head) if head else None
     picture.weights = WeightsHead.parse(weights) if weights else None
+    picture.offered = {k.rsplit("/", 1)[-1] for k in under(keys.offers)}
     picture.claims = [Held.of(by_key[k]) for k in under(keys.claims)]
     living = {k.rsplit("/", 1)[-1] for k in under(keys.workers_root)}
     table_head = one(keys.head("experience"))
@@ -190,7 +193,7 @@ def _exactly_once(p: Picture) -> list[str]:
 def _trajectories(p: Picture) -> list[str]:
     """Invariants 2 and 3: one contiguous sequence, every policy token with a version and a finite logprob."""
     problems: list[str] = []
-    digests = {m["digest"][:16] for m in p.metrics if m["digest"]}
+    digests = {m["digest"][:16] for m in p.metrics if m["digest"]} | {d[:16] for d in p.offered}
     if p.weights:
         digests.add(p.weights.digest[:16])
     for row in p.experience:

@@ -32,6 +32,7 @@ class Keys:
         self.closings = f"{self.prefix}closings/"
         self.trainer = f"{self.prefix}trainer"
         self.weights = f"{self.prefix}weights"
+        self.offers = f"{self.prefix}offers/"
         self.evaluations = f"{self.prefix}evaluations/"
         self.evaluation_claims = f"{self.prefix}claims-eval/"
         self.retain = f"{self.prefix}retain"
@@ -70,6 +71,10 @@ class Keys:
     def head(self, table: str) -> str:
         """The committed state of a table; `experience` for the experience."""
         return f"{self.prefix}tables/{table}"
+
+    def offers_of(self, version: int) -> str:
+        """Digests under which a version was made available again, after its publication (`publishing.Publisher`)."""
+        return f"{self.offers}{version:012d}/"
 
     def batch(self, step: int) -> str:
         return f"{self.batches}{step_name(step)}"

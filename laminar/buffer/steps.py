@@ -67,7 +67,7 @@ class StepLog:
         self, also: Sequence[Operation], absent_keys: Sequence[str], changes: dict[str, Any]
     ) -> TrainerHead:
         head, kv = await self.head()
-        new = head.model_copy(update=changes)
+        new = head.model_copy(update={**changes, "by": self.ledger.nonce()})
         compares = (
             self.ledger.actor.guard(),
             unchanged(kv) if kv else absent(self.keys.trainer),
@@ -76,7 +76,7 @@ class StepLog:
 
         async def committed() -> bool:
             now, _ = await self.head()
-            return now == new
+            return now.by == new.by
 
         transaction = Transaction(compares, (Put(self.keys.trainer, new.dump()), *also))
         if not await transact_or_read_back(self.coordination, transaction, committed=committed):
@@ -120,8 +120,12 @@ class StepLog:
         data = encode(BATCH, rows.cast(BATCH).combine_chunks().to_batches())
         try:
             await self.storage.write(path, data)
-        except AlreadyExists:
-            data = await self.storage.read(path)
+        except AlreadyExists as e:
+            if await self.storage.read(path) != data:
+                raise StoreError(
+                    f"{path} holds another batch, which may have been decided as step {step}: it is not replaced; "
+                    "restart the trainer"
+                ) from e
         return BatchDecision(
             step=step,
             file=path,
@@ -130,6 +134,10 @@ class StepLog:
             retired=retired,
             decided_by=self.ledger.name,
         )
+
+    async def closings(self) -> list[BatchDecision]:
+        """What earlier endings of the run retired: a run that was done may have been given more steps."""
+        return [BatchDecision.parse(kv.value) for kv in (await self.coordination.range(self.keys.closings)).items]
 
     async def copy_decision(self, decision: BatchDecision) -> None:
         await self.storage.write(f"{decision_path(decision.step)}", decision.dump().encode(), overwrite=True)
@@ -145,24 +153,26 @@ class StepLog:
 
     async def record(
         self, step: int, boot: str, samples: Sequence[dict[str, Any]], metrics: dict[str, Any], version: int,
-        digest: str, at_us: int,
+        digest: str, at_us: int, also: Sequence[Operation] = (),
     ) -> None:  # fmt: skip
-        """Register the step's rows and raise `step`, once: a step that is already recorded changes nothing."""
+        """Register the step's rows and raise `step`, with other writes, once: a step that is already recorded changes
+        nothing."""
         head, _ = await self.head()
         if head.step > step:
             return
         row = _metrics_row(step, version, digest, metrics, at_us)
-        puts = [await self._register("step_metrics", step, boot, [row])]
+        puts: list[Operation] = [await self._register("step_metrics", step, boot, [row])]
         if samples:
             puts.append(await self._register("steps", step, boot, samples))
-        await self.change_head(puts, step=step + 1)
+        await self.change_head([*puts, *also], step=step + 1)
 
-    async def record_initial(self, boot: str, digest: str, at_us: int) -> None:
-        """Step -1 made version 0: so each published digest is in `step_metrics`. Once, by the head's `initial`."""
+    async def record_initial(self, boot: str, digest: str, at_us: int, also: Sequence[Operation] = ()) -> None:
+        """Step -1 made version 0: so each published digest is in `step_metrics`. Once, by the head's `initial`, with
+        other writes."""
         head, _ = await self.head()
         if not head.initial:
             row = _metrics_row(-1, 0, digest, {}, at_us)
-            await self.change_head([await self._register("step_metrics", -1, boot, [row])], initial=True)
+            await self.change_head([await self._register("step_metrics", -1, boot, [row]), *also], initial=True)
 
     async def _register(self, table: str, step: int, boot: str, rows: Sequence[dict[str, Any]]) -> Put:
         schema = TABLES[table]

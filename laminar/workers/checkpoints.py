@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
 
 from laminar.buffer.storage import Storage
+from laminar.errors import StoreError, WeightsError
 from laminar.workers.learning.base import Learner
 
 log = logging.getLogger(__name__)
@@ -46,22 +48,32 @@ def checkpoint_path(version: int) -> str:
 
 
 async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot: str) -> str:
-    """Write the learner's state and export of its version; the path under the store root."""
+    """Write the learner's state and export of its version; the path under the store root. Raises StoreError if it
+    cannot be written (no space, say): no checkpoint of this version exists then, and it may be tried again."""
     target = checkpoint_path(learner.version)
     info = CheckpointInfo(version=learner.version, digest=digest)
     if await read_info(storage, target) is not None:
         return target
+    try:
+        await _write(storage, learner, info, target, boot)
+    except (OSError, SafetensorError) as e:
+        raise StoreError(
+            f"the checkpoint of version {learner.version} could not be written to {storage.absolute(target)}: {e}"
+        ) from e
+    return target
+
+
+async def _write(storage: Storage, learner: Learner, info: CheckpointInfo, target: str, boot: str) -> None:
     if storage.local:
         folder, place = Path(storage.absolute(FOLDER)), Path(storage.absolute(target))
         await asyncio.to_thread(_save_local, folder, place, learner, info, boot)
-        return target
+        return
     with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
         await asyncio.to_thread(_fill, Path(temporary), learner)
         for path in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
             data = await asyncio.to_thread(path.read_bytes)
             await storage.write(f"{target}/{path.relative_to(temporary).as_posix()}", data, overwrite=True)
         await storage.write(f"{target}/{INFO}", info.model_dump_json().encode(), overwrite=True)
-    return target
 
 
 def _fill(folder: Path, learner: Learner) -> None:
@@ -125,7 +137,7 @@ async def load_newest(storage: Storage, learner: Learner, at_most: int) -> Check
             try:
                 await asyncio.to_thread(learner.load, local)
                 return info
-            except (OSError, ValueError, KeyError) as e:
+            except (OSError, ValueError, KeyError, WeightsError, SafetensorError) as e:
                 log.error("checkpoint %s does not open (%s); trying the one before it", path, e)
     return None
 

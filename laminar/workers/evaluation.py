@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -24,6 +25,7 @@ from laminar.errors import EnvironmentFailure
 from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt, Transcript
 from laminar.workers.mirror import Bell
+from laminar.workers.outbox import until_written
 from laminar.workers.pools import prompt_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Evaluator:
         self.bell = bell
         self.claimed: dict[int, EvaluationRequest] = {}
         self.task: asyncio.Task[None] | None = None
+        self.attempts = 0
 
     @property
     def claimed_versions(self) -> tuple[int, ...]:
@@ -93,6 +96,12 @@ class Evaluator:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the evaluation of version %d failed: %s", version, error)
         self.bell.ring()
+
+    async def stop(self) -> None:
+        """End what runs; its claim goes with the lease, and the request to another rollout."""
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
 
     async def give_up(self, version: int) -> None:
         """The version is lost: nobody can evaluate it any more."""
@@ -168,14 +177,13 @@ class Evaluator:
 
     async def _register(self, version: int, rows: Sequence[dict[str, Any]]) -> None:
         run, segment = self.run_info, f"eval-{version:09d}"
-        path = incoming_path("evaluation", f"{self.member.id}-{segment}")
         batch = pa.RecordBatch.from_pylist(list(rows), schema=EVALUATION)
-        await run.storage.write(path, encode(EVALUATION, [batch]))
+        path = await until_written(run.clock, "an evaluation", partial(self._write, segment, batch))
         incoming = Incoming(table="evaluation", path=path, rows=len(rows), worker=self.member.id)
         request = await run.coordination.get(self._request_key(version))
         if request is None:
             return
-        await self.member.ledger.register(
+        registered = await self.member.ledger.register(
             "evaluation",
             segment,
             incoming,
@@ -184,4 +192,15 @@ class Evaluator:
                 (Delete(request.key), Delete(self._claim_key(version))),
             ),
         )
-        log.info("version %d is evaluated: %d rows", version, len(rows))
+        if registered:
+            log.info("version %d is evaluated: %d rows", version, len(rows))
+            return
+        await self.member.ledger.check_fence()
+        log.warning("the evaluation of version %d is dropped: it was asked for anew meanwhile", version)
+
+    async def _write(self, segment: str, batch: pa.RecordBatch) -> str:
+        """Each try has a name of its own: an earlier one may have been written, or even registered."""
+        path = incoming_path("evaluation", f"{self.member.id}-{segment}-{self.attempts:03d}")
+        self.attempts += 1
+        await self.run_info.storage.write(path, encode(EVALUATION, [batch]))
+        return path

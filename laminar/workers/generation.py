@@ -19,7 +19,7 @@ from laminar.buffer.experience import Finished
 from laminar.buffer.ledger import Ledger
 from laminar.clock import Clock
 from laminar.config import Config
-from laminar.errors import EnvironmentFailure
+from laminar.errors import EngineError, EnvironmentFailure
 from laminar.workers.conversation import Conversation
 from laminar.workers.engines.base import Engine
 from laminar.workers.environments.base import Prompt, Score, Transcript
@@ -135,7 +135,8 @@ class Generation:
             t.policy_wrote(chunk.token_ids, chunk.logprobs, self.clock.now_us())
             reason = chunk.finish_reason
         if reason not in ("stop", "length"):
-            raise Lost(t.name)
+            # Nobody here aborts a request whose task goes on: the claim is still ours, so it must not be forgotten.
+            raise EngineError(f"trajectory {t.name}: the engine ended its request with {reason!r}")
         t.generation_ended(reason, self.clock.now_us())
 
     async def _act(self, t: Trajectory, where: Where) -> None:

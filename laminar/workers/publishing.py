@@ -57,15 +57,16 @@ class Publisher:
         kv = await self.coordination.get(self.keys.weights)
         return WeightsHead.parse(kv.value) if kv else None
 
-    async def relay_holds(self, version: int) -> bool | None:
-        """None when no relay answers."""
+    async def held(self, version: int) -> str | None:
+        """The digest under which the relay holds a version: empty if it does not, None when no relay answers."""
         client = self._client()
         if client is None:
             return None
         try:
-            return any(v.info.version == version for v in (await client.status()).versions)
+            versions = (await client.status()).versions
         except (LaminarError, OSError):
             return None
+        return next((v.info.digest for v in versions if v.info.version == version), "")
 
     async def stage(self, learner: Learner) -> Staged | None:
         """Copy the learner's weights into an arena of the relay; None if no relay has room for them in time."""
@@ -97,21 +98,25 @@ class Publisher:
     async def announce(self, staged: Staged, *, expected_digest: str = "") -> str:
         """Seal, and make the version the newest if it is newer than the newest; the digest.
 
-        Raises WeightsError if the relay lost it; logs `replay_drift` when the digest is not the expected one."""
+        Raises WeightsError if the relay lost it; logs `replay_drift` when the digest is not the expected one. A replay
+        need not give the same bits (another number of threads, a learning rate that a resume changed), and the bits
+        that were published may be nowhere any more: so what is offered again is recorded, for rollouts to take."""
         info = await staged.client.seal(staged.arena, staged.version)
-        if expected_digest and info.digest != expected_digest:
-            log.error(
-                "replay_drift: version %d came out as %s, it was published as %s",
-                staged.version, info.digest[:12], expected_digest[:12],
-            )  # fmt: skip
         kv = await self.coordination.get(self.keys.weights)
         newest = WeightsHead.parse(kv.value) if kv else None
-        if newest is not None and newest.version >= staged.version:
-            log.info("offered version %d again (%s)", staged.version, info.digest[:12])
-            return info.digest
+        promised = newest.digest if newest is not None and newest.version == staged.version else expected_digest
+        if promised and info.digest != promised:
+            log.error(
+                "replay_drift: version %d came out as %s, it was published as %s",
+                staged.version, info.digest[:12], promised[:12],
+            )  # fmt: skip
         head = WeightsHead(
             version=staged.version, digest=info.digest, layout_digest=info.layout_digest, bytes=info.bytes, master=""
         )
+        if newest is not None and newest.version >= staged.version:
+            await self._record_offer(head)
+            log.info("offered version %d again (%s)", staged.version, info.digest[:12])
+            return info.digest
         expected = unchanged(kv) if kv else absent(self.keys.weights)
         if not await self.ledger.guarded_put(self.keys.weights, head, expected):
             await self.ledger.check_fence()
@@ -119,13 +124,24 @@ class Publisher:
         log.info("published version %d (%s)", staged.version, info.digest[:12])
         return info.digest
 
+    async def _record_offer(self, head: WeightsHead) -> None:
+        """Raises Fenced if this trainer has been replaced."""
+        key = f"{self.keys.offers_of(head.version)}{head.digest}"
+        if not await self.ledger.guarded_put(key, head, self.ledger.actor.guard()):
+            await self.ledger.check_fence()
+
     async def offer(self, learner: Learner) -> str:
         """Publish, or offer again, what the learner holds; the digest, empty if no relay took it."""
         staged = await self.stage(learner)
         if staged is None:
             return ""
         try:
-            return await self.announce(staged)
+            digest = await self.announce(staged)
+            published = await self.published()
+            if published is not None and published.digest == digest:
+                # The step's record may have been written without a digest, if the publish was skipped then.
+                await self._record_offer(published)
+            return digest
         except (WeightsError, OSError) as e:
             log.error("version %d could not be offered: %s", learner.version, e)
             return ""

@@ -27,7 +27,7 @@ from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import PartialLog, assemble, read_partials
 from laminar.buffer.prompts import PromptPool, locate
 from laminar.buffer.records import Claim, EvaluationRequest, Load, TrainerHead, WeightsHead
-from laminar.errors import EngineError, Fenced, LaminarError, LeaseLost, WeightsError
+from laminar.errors import CoordinationUnavailable, EngineError, Fenced, LeaseLost, WeightsError
 from laminar.workers.context import Member, Run, joined
 from laminar.workers.conversation import Conversation
 from laminar.workers.engines.base import Engine, EngineCapacity, WeightSource
@@ -50,6 +50,9 @@ RATE_REPORTS = 11
 STEER_INTERVAL_S = 1.0
 """How often a rollout looks again without having been told of a change."""
 MAX_LOAD_FAILURES = 5
+LEAVE_S = 10.0
+"""How long a stopping rollout hands over what it has; its lease is revoked afterwards in any case."""
+REJOIN_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class Equipment:
 class Rollout:
     """One life of a rollout worker under one lease."""
 
-    def __init__(self, run: Run, member: Member, equipment: Equipment) -> None:
+    def __init__(self, run: Run, member: Member, equipment: Equipment, digest: str = "") -> None:
+        """`digest`: of the version that the engine holds from an earlier life, if it does."""
         self.run_info = run
         self.member = member
         self.equipment = equipment
@@ -78,14 +82,14 @@ class Rollout:
         self.ledger: Ledger = member.ledger
         self.live: dict[tuple[int, int], Trajectory] = {}
         self.tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self.digest = ""
+        self.digest = digest
         self.finished = 0
         self.tokens = 0
         self.stopping = False
         self.load_failures = 0
         self.bell = Bell()
         self._cursor_seen = 0
-        self._failure: LaminarError | None = None
+        self._failure: BaseException | None = None
         partials = PartialLog(run.storage, member.id, sync=self.config.rollout.fsync)
         self.flusher = Flusher(
             partials,
@@ -127,6 +131,8 @@ class Rollout:
                 for task in (steering, *tasks, *self.tasks.values()):
                     task.cancel()
                 await asyncio.gather(steering, *tasks, *self.tasks.values(), return_exceptions=True)
+                # The engine outlives this life: what still generated would meet the next one's weights.
+                await self.evaluator.stop()
                 for trajectory in self.live.values():
                     await self.engine.abort(f"{trajectory.name}-{trajectory.held.claim.term}-{trajectory.turn}")
 
@@ -245,7 +251,9 @@ class Rollout:
 
     def _start(self, trajectory: Trajectory) -> None:
         self.live[trajectory.id] = trajectory
-        self.tasks[trajectory.id] = asyncio.create_task(self._generate(trajectory), name=f"generate {trajectory.name}")
+        task = asyncio.create_task(self._generate(trajectory), name=f"generate {trajectory.name}")
+        self.tasks[trajectory.id] = task
+        task.add_done_callback(self._generated)
 
     async def _generate(self, trajectory: Trajectory) -> None:
         try:
@@ -253,13 +261,15 @@ class Rollout:
         except Lost:
             self._forget(trajectory.id)
             return
-        except LaminarError as e:
-            # The engine or the lease is gone: this life of the worker ends, with this as its reason.
-            self._failure = e
-            self.bell.ring()
-            return
         self.tokens += trajectory.policy_tokens
         self.finisher.put(Done(trajectory.held, finished))
+
+    def _generated(self, task: asyncio.Task[None]) -> None:
+        """Whatever ended a trajectory's task (the engine or the lease is gone, a fault of ours) ends this life: the
+        trajectory would stay claimed, by a worker that does nothing for it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self.bell.ring()
 
     def _where(self, group: int) -> Where:
         epoch, _, index = locate(group, len(self.equipment.pool), self.config.run.seed)
@@ -330,9 +340,16 @@ class Rollout:
 
     async def _source(self, version: int) -> WeightSource | None:
         """The relay of this host, else a checkpoint's export."""
-        published = self.published()
-        digest = published.digest if published is not None and published.version == version else ""
-        return await find_weights(self.run_info, list(self.relays.items.values()), version, digest)
+        published, relays = self.published(), list(self.relays.items.values())
+        if published is None or published.version != version:
+            return await find_weights(self.run_info, relays, version)
+        source = await find_weights(self.run_info, relays, version, published.digest)
+        if source is None:
+            # Nobody has the published bits any more: those that the trainer offers in their place.
+            prefix = self.run_info.keys.offers_of(version)
+            for kv in (await self.run_info.coordination.range(prefix)).items:
+                source = source or await find_weights(self.run_info, relays, version, kv.key[len(prefix) :])
+        return source
 
     async def _version_lost(self, version: int) -> bool:
         """Nobody can bring `version` back. Waiting work of it goes on under the newest, or starts again."""
@@ -408,21 +425,30 @@ class Rollout:
 
 
 async def rollout_main(run: Run, equipment: Equipment, stop: asyncio.Event) -> None:
-    """Serve until the run is done or `stop` is set; join again under a new id when a lease is lost."""
+    """Serve until the run is done or `stop` is set; join again under a new id when a lease is lost or etcd is away:
+    the engine, which takes long to start, is kept."""
+    digest = ""
     while not stop.is_set():
         try:
             async with joined(run, "rollout") as member:
-                rollout = Rollout(run, member, equipment)
+                rollout = Rollout(run, member, equipment, digest)
                 serving = asyncio.create_task(rollout.serve())
                 stopping = asyncio.create_task(stop.wait())
                 await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
                 stopping.cancel()
+                digest = rollout.digest
                 if serving.done():
                     serving.result()
                     return
-                async with asyncio.timeout(10):
-                    await rollout.leave()
+                try:
+                    async with asyncio.timeout(LEAVE_S):
+                        await rollout.leave()
+                except (TimeoutError, CoordinationUnavailable) as e:
+                    log.warning("not all trajectories were handed over in %.0f s (%r): the manager does it", LEAVE_S, e)
                 serving.cancel()
                 await asyncio.gather(serving, return_exceptions=True)
         except (LeaseLost, Fenced) as e:
             log.warning("%s", e)
+        except CoordinationUnavailable as e:
+            log.warning("joining the run again, as soon as etcd answers: %s", e)
+            await run.clock.sleep(REJOIN_PAUSE_S)

@@ -32,6 +32,7 @@ from laminar.workers.context import Member, Run
 from laminar.workers.learning.base import Learner, StepResult
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.outbox import until_written
 from laminar.workers.publishing import Publisher, Staged
 from laminar.workers.step_metrics import sample_of, step_metrics, step_rows
 
@@ -78,6 +79,7 @@ class Trainer:
         self.publisher = Publisher(run, self.ledger, self.relays)
         self.after_step: asyncio.Task[None] | None = None
         self.digests: dict[int, str] = {}
+        self.refused = ""
 
     async def run(self) -> None:
         """Until the run is done. Raises Fenced or LeaseLost when this life is over."""
@@ -110,6 +112,11 @@ class Trainer:
         for step in range(head.decided):
             decision = await self._decision(step)
             self.open.consume([*decision.trained, *decision.retired])
+        for closing in await self.steps.closings():
+            self.open.consume(closing.retired)
+        await self._scan()
+        # Errors of an earlier life ended that one, if they had to; what came of a remedy is judged by new ones.
+        self.recent.clear()
         if self.learner.version == head.decided:
             await self._offer()
         else:
@@ -134,15 +141,19 @@ class Trainer:
         waits for weights, the trainer for experience)."""
         self.progress.activity = "offering weights"
         version = self.learner.version
-        if await self.publisher.relay_holds(version):
-            return
-        digest = await self.publisher.offer(self.learner)
+        published = await self.publisher.published()
+        held = await self.publisher.held(version)
+        digest = held
+        if not held or published is None or published.version < version:
+            # A relay may hold a version that its trainer had no time to announce.
+            digest = await self.publisher.offer(self.learner)
         if not digest:
+            self.refused = held or ""
             return
         self.digests[version] = digest
         if version == 0:
-            await self._request_evaluation(0, digest)
-            await self.steps.record_initial(self.member.id, digest, self.clock.now_us())
+            also = self._evaluation_of(0, digest)
+            await self.steps.record_initial(self.member.id, digest, self.clock.now_us(), also)
 
     # -- sampling -----------------------------------------------------------------------------------------------
 
@@ -208,10 +219,13 @@ class Trainer:
     async def _keep_offering(self) -> None:
         """A relay that was restarted holds nothing: give it the newest weights again while there is time."""
         await self._settle()
+        version = self.learner.version
         published = await self.publisher.published()
-        if published is not None and published.version > self.learner.version:
+        if published is not None and published.version > version:
             return
-        if await self.publisher.relay_holds(self.learner.version) is False:
+        held = await self.publisher.held(version)
+        announced = published is not None and published.version == version
+        if held == "" or (held and not announced and held != self.refused):
             await self._offer()
 
     # -- training -----------------------------------------------------------------------------------------------
@@ -249,7 +263,10 @@ class Trainer:
         self.after_step = asyncio.create_task(self._after(batch, rows, result, staged, train_s))
         if self.learner.version % self.config.trainer.checkpoint_every == 0:
             await self._settle()
-            await self._checkpoint()
+            try:
+                await self._checkpoint()
+            except StoreError as e:
+                log.error("%s; training goes on, a restart would begin at the checkpoint before", e)
 
     async def _after(
         self, batch: DecidedBatch, rows: list[dict[str, Any]], result: StepResult, staged: Staged | None, train_s: float
@@ -263,14 +280,19 @@ class Trainer:
                 self.digests[staged.version] = digest
             except (WeightsError, OSError) as e:
                 log.error("version %d was not published: %s", staged.version, e)
+        newest = await self.publisher.published()
+        published = newest.digest if newest is not None and newest.version == step + 1 else digest
         metrics = step_metrics(batch, rows, result, version_before=step, started=train_s)
         if staged is not None:
             metrics |= {"publish_copy_s": staged.copy_s, "publish_cast_s": staged.cast_s}
         metrics["publishes_skipped"] = float(self.publisher.skipped)
         version = step + 1
+        every = self.config.evaluation.every
+        due = digest and (version % every == 0 or version == self.config.run.max_steps)
         await self.steps.record(
-            step, self.member.id, step_rows(step, rows, result), metrics, version, digest, self.clock.now_us()
-        )
+            step, self.member.id, step_rows(step, rows, result), metrics, version, published, self.clock.now_us(),
+            self._evaluation_of(version, digest) if due else (),
+        )  # fmt: skip
         self.progress.metrics = metrics
         self.sinks.log(step, metrics, at_us=self.clock.now_us())
         log.info(
@@ -278,9 +300,6 @@ class Trainer:
             step, _number(metrics["reward_mean"]), len(batch.decision.trained), len(batch.decision.retired),
             metrics["staleness_mean"] or 0.0, train_s,
         )  # fmt: skip
-        every = self.config.evaluation.every
-        if digest and (version % every == 0 or version == self.config.run.max_steps):
-            await self._request_evaluation(version, digest)
 
     async def _settle(self) -> None:
         """Wait for what the last step left to do."""
@@ -299,18 +318,19 @@ class Trainer:
         await prune_checkpoints(self.run_info.storage, self.config.trainer.keep_checkpoints)
         log.info("wrote the checkpoint of version %d in %.1f s", version, self.clock.monotonic() - before)
 
-    async def _request_evaluation(self, version: int, digest: str) -> None:
+    def _evaluation_of(self, version: int, digest: str) -> list[Put]:
+        """The request, to be written with the version's record: a replayed step asks for nothing twice."""
         if self.config.evaluation.size == 0:
-            return
+            return []
         request = EvaluationRequest(version=version, digest=digest)
-        await self.steps.change_head([Put(f"{self.run_info.keys.evaluations}{version:09d}", request.dump())])
+        return [Put(f"{self.run_info.keys.evaluations}{version:09d}", request.dump())]
 
     # -- ending -------------------------------------------------------------------------------------------------
 
     async def _finish(self, reason: str) -> None:
         """The last checkpoint, the last evaluations, the rest retired; then the run is done."""
         await self._settle()
-        await self._checkpoint()
+        await until_written(self.clock, "the last checkpoint", self._checkpoint)
         await self._await_evaluations()
         rest = await self._rest()
         await self.steps.close(await self._rows_of(rest) if rest else EMPTY, rest, reason)
@@ -331,8 +351,10 @@ class Trainer:
         """Groups that were drawn and can no longer be trained on, with the reason of their retirement."""
         self.progress.activity = "retiring the rest"
         head, _ = await self.steps.head()
-        while self._drawn() > head.consumed_groups + len(self.open.complete()):
+        # Not the mirrored cursor: a group that it does not show yet would be left over for ever.
+        while await self.ledger.cursor() > head.consumed_groups + len(self.open.complete()):
             await self._scan()
+            await self._keep_offering()
             await self.bell.wait(LOOK_AGAIN_S)
         return {g: self.open.verdict(g) or REMAINDER for g in self.open.complete()}
 

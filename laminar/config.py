@@ -256,6 +256,11 @@ class Config(Section):
                 f"trainer.max_ahead_groups = {t.max_ahead_groups} is below groups_per_step = {t.groups_per_step}: the "
                 "trainer could never fill a batch; set it to at least two steps' groups, or 0"
             )
+        if self.rollout.max_running < s.samples_per_prompt:
+            raise ValueError(
+                f"rollout.max_running = {self.rollout.max_running} is below sampling.samples_per_prompt = "
+                f"{s.samples_per_prompt}: a rollout draws whole groups, so it could never draw one; raise max_running"
+            )
         if s.max_tokens >= self.rollout.max_model_len:
             raise ValueError(
                 f"sampling.max_tokens = {s.max_tokens} leaves no room for a prompt in rollout.max_model_len = "

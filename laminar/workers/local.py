@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from laminar.buffer.coordination import Coordination
+from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.keys import Keys
 from laminar.buffer.manifest import RunFile
@@ -116,6 +116,7 @@ async def coordination_service(config: Config, root: Path) -> AsyncIterator[tupl
             f"the etcd of run {config.run.name!r} is running at {mark.read_text().strip()}: this run is being run by "
             "another `laminar run`; stop that one, or choose another run.name"
         )
+    await asyncio.to_thread(find_etcd)  # before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     etcd = EtcdProcess(folder / "data")
     await etcd.start()
@@ -153,7 +154,7 @@ async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[Ru
             f"etcd knows a run {keys.run!r} with its store at {manifest.store} (id {manifest.store_id}), which is not "
             f"{plan.storage.url}: choose another run.name, or restore that store"
         )
-    if manifest is None and plan.existing is not None:
+    if manifest is None and plan.existing is not None and await _has_begun(plan):
         raise ConfigError(
             f"{plan.storage.url} holds run {plan.existing.run!r}, but this etcd does not know it: point "
             "coordination.endpoints at its etcd, or start another run (run.name)"
@@ -169,6 +170,12 @@ async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[Ru
         again = head.model_copy(update={"state": "running", "reason": ""})
         await coordination.put(keys.trainer, again.dump())
     return file, keys
+
+
+async def _has_begun(plan: Plan) -> bool:
+    """Whether anything was generated. A start that ended between its `run.json` and etcd's manifest is just resumed."""
+    folders = ("partials", "incoming", "batches", "checkpoints", "experience.lance")
+    return any([await plan.storage.list(folder) for folder in folders])
 
 
 class LocalJob:
@@ -281,10 +288,15 @@ class LocalJob:
         await asyncio.wait(leaving, timeout=DRAIN_S)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DRAIN_S
+        waiting: tuple[KeyValue, ...] = ()
         while loop.time() < deadline:
-            waiting = (await self.coordination.range(self.keys.incoming_root)).items
-            if not waiting:
-                return
+            try:
+                waiting = (await self.coordination.range(self.keys.incoming_root)).items
+            except LaminarError as e:
+                self._event(f"etcd does not answer: {e}")
+            else:
+                if not waiting:
+                    return
             await asyncio.sleep(0.1)
         log.error("%d segments are still uncommitted after %.0f s; the next start commits them", len(waiting), DRAIN_S)
 

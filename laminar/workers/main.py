@@ -83,7 +83,17 @@ async def _rollout(run: Run, stop: asyncio.Event) -> None:
     from laminar.workers.rollout import rollout_main
 
     engine = create_engine(run.config, Path(run.file.model_folder))
-    equipment = await equip(run, engine)
+    starting = asyncio.create_task(equip(run, engine))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not starting.done():
+        log.info("stopping before the engine has started")
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await engine.close()
+        return
+    equipment = starting.result()
     try:
         await rollout_main(run, equipment, stop)
     finally:

@@ -23,7 +23,7 @@ from laminar.buffer.partials import Partial, assemble, read_partials
 from laminar.buffer.prompts import locate
 from laminar.buffer.records import Incoming, Load, Retain, WorkerRecord
 from laminar.buffer.session import Election, Leadership
-from laminar.errors import CoordinationError, CoordinationUnavailable
+from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
 from laminar.workers.assignment import Candidate, assign
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 CLEAN_INTERVAL_S = 60.0
 RETAIN_INTERVAL_S = 2.0
+CAMPAIGN_PAUSE_S = 1.0
 TEMPORARY_AGE_S = 3600.0
 """No write takes an hour: a temporary file that old has lost its writer."""
 
@@ -53,7 +54,15 @@ class Manager:
 
     async def run(self) -> None:
         async with self.rollouts, self.loads:
-            await asyncio.gather(self._sweep_always(), self._clean_always(), self._retain_always())
+            works = (self._sweep_always(), self._clean_always(), self._retain_always())
+            tasks = [asyncio.create_task(work) for work in works]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                # One that fails must not leave the others at work beside the next manager.
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- orphans ------------------------------------------------------------------------------------------------
 
@@ -74,6 +83,10 @@ class Manager:
         held = await all_claims(self.run_info.coordination, self.run_info.keys)
         candidates = self._candidates(held)
         lost = claims.orphans(held, {c.id for c in candidates})
+        if lost:
+            # The mirror may lag, as after a restart of etcd: nothing is taken from a worker that has just joined.
+            living = await self.run_info.coordination.range(self.run_info.keys.workers("rollout"))
+            lost = claims.orphans(held, {WorkerRecord.parse(kv.value).id for kv in living.items})
         for orphan in [h for h in held.values() if claims.exhausted(h.claim) and h in lost]:
             await self._give_up(orphan)
             lost.remove(orphan)
@@ -130,10 +143,12 @@ class Manager:
             versions = claims.referenced_versions(h.claim for h in held.values())
             requests = await self.run_info.coordination.range(self.run_info.keys.evaluations)
             asked = {int(kv.key.rsplit("/", 1)[-1]) for kv in requests.items}
-            record = Retain(versions=sorted({*versions, *asked})).dump()
-            if record != last:
-                await self.run_info.coordination.put(key, record)
-                last = record
+            record = Retain(versions=sorted({*versions, *asked}))
+            if record.dump() != last:
+                # Under the leadership: a replaced manager's late word would stay until the claims change.
+                if not await self.ledger.guarded_put(key, record, self.ledger.actor.guard()):
+                    await self.ledger.check_fence()
+                last = record.dump()
             await self.clock.sleep(RETAIN_INTERVAL_S)
 
     # -- cleaning -----------------------------------------------------------------------------------------------
@@ -205,12 +220,15 @@ async def lead(run: Run, member: Member) -> None:
             done, _ = await asyncio.wait([managing, replaced], return_when=asyncio.FIRST_COMPLETED)
             if managing in done:
                 managing.result()
-        except (CoordinationUnavailable, CoordinationError) as e:
-            log.warning("the manager's work was interrupted: %s", e)
+        except (CoordinationError, StoreError) as e:
+            log.warning("the manager's work was interrupted, it campaigns again: %s", e)
         finally:
             managing.cancel()
             replaced.cancel()
             await asyncio.gather(managing, replaced, return_exceptions=True)
-        await leadership.resign()
-
-
+        try:
+            await leadership.resign()
+        except CoordinationUnavailable as e:
+            # This relay goes on serving weights; the key goes with the lease, if etcd does not come back in time.
+            log.warning("the manager could not resign: %s", e)
+        await run.clock.sleep(CAMPAIGN_PAUSE_S)

@@ -64,7 +64,9 @@ class Mirror:
 
     @property
     def only(self) -> KeyValue | None:
-        """The one key that an exact mirror watches."""
+        """The one key that an exact mirror watches. Raises what ended the watch: an old value would be a false one."""
+        if self._error is not None:
+            raise self._error
         return self.items.get(self.prefix)
 
     async def _follow(self) -> None:

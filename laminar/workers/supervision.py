@@ -19,6 +19,7 @@ MAX_QUICK_CRASHES = 4
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 LOG_TAIL = 12
+STOPPED_AT_START_S = 2.0
 
 
 @dataclass
@@ -66,6 +67,9 @@ class Supervised:
             started = loop.time()
             self.child = Child(self.command, log=self.log_file)
             await self.child.start()
+            if self.stopping:
+                # `stop` came while the process was being started, and found nothing to stop.
+                await self.child.stop(grace_s=STOPPED_AT_START_S)
             code = await self.child.wait()
             self.child.kill_group()
             self.on_end(self.child.pid)

@@ -95,7 +95,13 @@ def test_the_factory_makes_what_the_config_names_and_imports_only_that(tmp_path:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     from laminar.workers.engines import create_engine
 
-    config = config_from({"model": {"path": "m"}, "rollout": {"engine": "transformers", "max_running": 5}})
+    config = config_from(
+        {
+            "model": {"path": "m"},
+            "sampling": {"samples_per_prompt": 5},
+            "rollout": {"engine": "transformers", "max_running": 5},
+        }
+    )
     engine = create_engine(config, tmp_path)
     assert type(engine).__name__ == "TransformersEngine"
     assert engine.version == -1

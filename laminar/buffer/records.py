@@ -143,6 +143,8 @@ class TrainerHead(Record):
     initial: bool = False
     """Version 0 has its row in `step_metrics`."""
     reason: str = ""
+    by: str = ""
+    """Unique to the change that wrote it: lets its writer recognise a commit whose reply was lost, and no other's."""
 
 
 class WeightsHead(Record):

@@ -97,7 +97,7 @@ async def gather(
         if key.rsplit("/", 1)[-1] in done_segments:
             rows_committed += incoming.rows
             continue
-        await _gather_incoming(storage, incoming, picture)
+        await _gather_incoming(coordination, key, storage, incoming, picture)
     table = await tables["experience"].read(filter=f"commit_seq < {rows_committed}")
     picture.experience = table.to_pylist()
     picture.metrics = (await tables["step_metrics"].read()).to_pylist()
@@ -108,12 +108,16 @@ async def gather(
     return picture
 
 
-async def _gather_incoming(storage: Storage, incoming: Incoming, picture: Picture) -> None:
+async def _gather_incoming(
+    coordination: Coordination, key: str, storage: Storage, incoming: Incoming, picture: Picture
+) -> None:
     try:
         contents = read_segment(await storage.read(incoming.path), EXPERIENCE, complete=True)
         found = [(r["group"], r["sample"]) for b in contents.batches for r in b.select(["group", "sample"]).to_pylist()]
     except (StoreError, FileNotFoundError) as e:
-        picture.unreadable.append(f"{incoming.path}: {e}")
+        # A segment that is no longer registered was committed since, and its file deleted.
+        if await coordination.get(key) is not None:
+            picture.unreadable.append(f"{incoming.path}: {e}")
         found = [parse_trajectory(name) for name in incoming.trajectories]
     picture.registered += found
 
@@ -227,7 +231,11 @@ def _batches(p: Picture) -> list[str]:
         consumed.update(d.retired.keys())
         if d.file in p.batch_files and p.batch_files[d.file] != d.sha256:
             problems.append(f"invariant 4: {d.file} is not the file that step {d.step} decided")
-        for group, uses in p.batch_groups.get(d.file, {}).items():
+        rows = p.batch_groups.get(d.file, {})
+        # An unreadable file is reported as such, not for each of its groups.
+        groups = {*rows, *d.trained, *d.retired} if d.file in p.batch_groups else set[int]()
+        for group in sorted(groups):
+            uses = rows.get(group, Counter())
             wanted = "train" if group in d.trained else d.retired.get(group)
             if uses != Counter({wanted: p.samples_per_prompt}):
                 problems.append(f"invariant 4: step {d.step}, group {group} has rows {dict(uses)}, not {wanted}")

@@ -69,6 +69,8 @@ class Manager:
     async def _sweep_always(self) -> None:
         seen: set[str] = set()
         while True:
+            self.rollouts.check()
+            self.loads.check()
             alive = set(self.rollouts.items)
             for key in sorted(seen - alive):
                 log.warning("rollout %s is gone", key.rsplit("/", 1)[-1])

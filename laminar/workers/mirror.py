@@ -62,11 +62,15 @@ class Mirror:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    @property
-    def only(self) -> KeyValue | None:
-        """The one key that an exact mirror watches. Raises what ended the watch: an old value would be a false one."""
+    def check(self) -> None:
+        """Raise what ended the watch: from then on `items` would be taken for true and be old."""
         if self._error is not None:
             raise self._error
+
+    @property
+    def only(self) -> KeyValue | None:
+        """The one key that an exact mirror watches. Raises as `check`."""
+        self.check()
         return self.items.get(self.prefix)
 
     async def _follow(self) -> None:
@@ -100,8 +104,7 @@ class Mirror:
         try:
             async with asyncio.timeout(timeout_s):
                 while not predicate():
-                    if self._error is not None:
-                        raise self._error
+                    self.check()
                     await self._changed.wait()
         except TimeoutError:
             return False

@@ -354,7 +354,9 @@ class Rollout:
     async def _version_lost(self, version: int) -> bool:
         """Nobody can bring `version` back. Waiting work of it goes on under the newest, or starts again."""
         published = self.published()
-        if published is None or published.version == version:
+        # Without the newest version there is nothing to go on under: the trainer may be replaying, and then it brings
+        # back this one on its way to the newest.
+        if published is None or published.version == version or await self._source(published.version) is None:
             log.info("waiting for the relay to hold version %d", version)
             await self.clock.sleep(self.ledger.jitter(0.5))
             return False
@@ -404,6 +406,8 @@ class Rollout:
             await self.engine.check()
             if self._failure is not None:
                 raise self._failure
+            for mirror in (self.inbox, self.evaluations, self.relays):
+                mirror.check()
             await self.clock.sleep(0.5)
 
     # -- leaving ------------------------------------------------------------------------------------------------

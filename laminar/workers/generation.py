@@ -134,10 +134,13 @@ class Generation:
         ):
             t.policy_wrote(chunk.token_ids, chunk.logprobs, self.clock.now_us())
             reason = chunk.finish_reason
+            if reason in ("stop", "length"):
+                # In the same breath as the last tokens: a flush that found them alone would have a new owner go on
+                # after the end.
+                t.generation_ended(reason, self.clock.now_us())
         if reason not in ("stop", "length"):
             # Nobody here aborts a request whose task goes on: the claim is still ours, so it must not be forgotten.
             raise EngineError(f"trajectory {t.name}: the engine ended its request with {reason!r}")
-        t.generation_ended(reason, self.clock.now_us())
 
     async def _act(self, t: Trajectory, where: Where) -> None:
         """The environment's reply to a turn, if there is one; what ends the trajectory otherwise."""

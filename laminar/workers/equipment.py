@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 
 from laminar.buffer.prompts import PromptPool
 from laminar.workers.context import Run
 from laminar.workers.conversation import Conversation, load_tokenizer, stop_token_ids
-from laminar.workers.engines.base import Engine
+from laminar.workers.engines.base import Engine, EngineCapacity
 from laminar.workers.environments.host import EnvironmentHost
-from laminar.workers.rollout import Equipment
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What a rollout needs beside its membership; it outlives a lost lease."""
+
+    engine: Engine
+    capacity: EngineCapacity
+    host: EnvironmentHost
+    conversation: Conversation
+    pool: PromptPool
+    held_out: PromptPool | None
+    stop_token_ids: list[int]
 
 
 async def equip(run: Run, engine: Engine) -> Equipment:

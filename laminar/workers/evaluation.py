@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -24,12 +24,10 @@ from laminar.buffer.session import transact_or_read_back
 from laminar.errors import EnvironmentFailure
 from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt, Transcript
+from laminar.workers.equipment import Equipment
 from laminar.workers.mirror import Bell
 from laminar.workers.outbox import until_written
 from laminar.workers.pools import prompt_of
-
-if TYPE_CHECKING:
-    from laminar.workers.rollout import Equipment
 
 log = logging.getLogger(__name__)
 

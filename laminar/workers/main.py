@@ -80,7 +80,7 @@ async def _work(kind: str, run: Run, stop: asyncio.Event, endpoints: list[str]) 
 async def _rollout(run: Run, stop: asyncio.Event) -> None:
     from laminar.workers.engines import create_engine
     from laminar.workers.equipment import equip
-    from laminar.workers.rollout import rollout_main
+    from laminar.workers.rollout_lives import rollout_main
 
     engine = create_engine(run.config, Path(run.file.model_folder))
     starting = asyncio.create_task(equip(run, engine))

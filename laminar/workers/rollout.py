@@ -18,21 +18,19 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import PartialLog, assemble, read_partials
-from laminar.buffer.prompts import PromptPool, locate
+from laminar.buffer.prompts import locate
 from laminar.buffer.records import Claim, EvaluationRequest, Load, TrainerHead, WeightsHead
-from laminar.errors import CoordinationUnavailable, EngineError, Fenced, LeaseLost, WeightsError
-from laminar.workers.context import Member, Run, joined
-from laminar.workers.conversation import Conversation
-from laminar.workers.engines.base import Engine, EngineCapacity, WeightSource
+from laminar.errors import EngineError, WeightsError
+from laminar.workers.context import Member, Run
+from laminar.workers.engines.base import WeightSource
 from laminar.workers.environments.base import Prompt
-from laminar.workers.environments.host import EnvironmentHost
+from laminar.workers.equipment import Equipment
 from laminar.workers.evaluation import Evaluator
 from laminar.workers.generation import Generation, Lost, Where
 from laminar.workers.mirror import Bell, Mirror
@@ -50,22 +48,6 @@ RATE_REPORTS = 11
 STEER_INTERVAL_S = 1.0
 """How often a rollout looks again without having been told of a change."""
 MAX_LOAD_FAILURES = 5
-LEAVE_S = 10.0
-"""How long a stopping rollout hands over what it has; its lease is revoked afterwards in any case."""
-REJOIN_PAUSE_S = 1.0
-
-
-@dataclass(frozen=True)
-class Equipment:
-    """What a rollout needs beside its membership; it outlives a lost lease."""
-
-    engine: Engine
-    capacity: EngineCapacity
-    host: EnvironmentHost
-    conversation: Conversation
-    pool: PromptPool
-    held_out: PromptPool | None
-    stop_token_ids: list[int]
 
 
 class Rollout:
@@ -426,33 +408,3 @@ class Rollout:
             claim = claims.reassigned(trajectory.held.claim, "", "stop")
             released += await self.ledger.hand_over(trajectory.held, claim, None)
         log.info("left %d of %d unfinished trajectories to others", released, len(trajectories))
-
-
-async def rollout_main(run: Run, equipment: Equipment, stop: asyncio.Event) -> None:
-    """Serve until the run is done or `stop` is set; join again under a new id when a lease is lost or etcd is away:
-    the engine, which takes long to start, is kept."""
-    digest = ""
-    while not stop.is_set():
-        try:
-            async with joined(run, "rollout") as member:
-                rollout = Rollout(run, member, equipment, digest)
-                serving = asyncio.create_task(rollout.serve())
-                stopping = asyncio.create_task(stop.wait())
-                await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
-                stopping.cancel()
-                digest = rollout.digest
-                if serving.done():
-                    serving.result()
-                    return
-                try:
-                    async with asyncio.timeout(LEAVE_S):
-                        await rollout.leave()
-                except (TimeoutError, CoordinationUnavailable) as e:
-                    log.warning("not all trajectories were handed over in %.0f s (%r): the manager does it", LEAVE_S, e)
-                serving.cancel()
-                await asyncio.gather(serving, return_exceptions=True)
-        except (LeaseLost, Fenced) as e:
-            log.warning("%s", e)
-        except CoordinationUnavailable as e:
-            log.warning("joining the run again, as soon as etcd answers: %s", e)
-            await run.clock.sleep(REJOIN_PAUSE_S)

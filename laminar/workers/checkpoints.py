@@ -127,7 +127,11 @@ async def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 
 
 async def load_newest(storage: Storage, learner: Learner, at_most: int) -> CheckpointInfo | None:
-    """Load the newest checkpoint of a version <= `at_most` that opens; older ones if it does not."""
+    """Load the newest checkpoint of a version <= `at_most` that opens; older ones if it does not.
+
+    Those that did not open lose their mark once an older one did: they are written again when their version is reached,
+    and count no more among those that pruning keeps."""
+    damaged: list[CheckpointInfo] = []
     for info in await list_checkpoints(storage):
         if info.version > at_most:
             continue
@@ -136,9 +140,13 @@ async def load_newest(storage: Storage, learner: Learner, at_most: int) -> Check
             local = Path(storage.absolute(path)) if storage.local else await _download(storage, path, Path(folder))
             try:
                 await asyncio.to_thread(learner.load, local)
-                return info
             except (OSError, ValueError, KeyError, WeightsError, SafetensorError) as e:
                 log.error("checkpoint %s does not open (%s); trying the one before it", path, e)
+                damaged.append(info)
+                continue
+        for other in damaged:
+            await storage.delete(f"{checkpoint_path(other.version)}/{INFO}")
+        return info
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from laminar.buffer.commits import TableCommitter
@@ -13,6 +12,7 @@ from laminar.errors import StoreError
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.tables import open_table
+from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +53,4 @@ async def committer_main(run: Run, member: Member) -> None:
     election = Election(run.coordination, member.session, run.keys.leader("committer"), member.id)
     leadership = await election.campaign()
     log.info("%s is the committer", member.id)
-    tasks = [
-        asyncio.create_task(commit_always(run, member, leadership)),
-        asyncio.create_task(leadership.lost.wait()),
-        asyncio.create_task(member.until_lost()),
-    ]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await until_first(commit_always(run, member, leadership), leadership.lost.wait(), member.until_lost())

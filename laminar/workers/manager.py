@@ -11,7 +11,6 @@ cannot go on, says which versions are still needed, and removes what nothing ref
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from laminar.buffer import claims
@@ -27,6 +26,7 @@ from laminar.errors import CoordinationError, CoordinationUnavailable, StoreErro
 from laminar.workers.assignment import Candidate, assign
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +54,7 @@ class Manager:
 
     async def run(self) -> None:
         async with self.rollouts, self.loads:
-            works = (self._sweep_always(), self._clean_always(), self._retain_always())
-            tasks = [asyncio.create_task(work) for work in works]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                # One that fails must not leave the others at work beside the next manager.
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await until_first(self._sweep_always(), self._clean_always(), self._retain_always())
 
     # -- orphans ------------------------------------------------------------------------------------------------
 
@@ -216,18 +208,10 @@ async def lead(run: Run, member: Member) -> None:
         election = Election(run.coordination, member.session, run.keys.leader("manager"), member.id)
         leadership = await election.campaign()
         log.info("%s is the manager", member.id)
-        managing = asyncio.create_task(Manager(run, member, leadership).run())
-        replaced = asyncio.create_task(leadership.lost.wait())
         try:
-            done, _ = await asyncio.wait([managing, replaced], return_when=asyncio.FIRST_COMPLETED)
-            if managing in done:
-                managing.result()
+            await until_first(Manager(run, member, leadership).run(), leadership.lost.wait())
         except (CoordinationError, StoreError) as e:
             log.warning("the manager's work was interrupted, it campaigns again: %s", e)
-        finally:
-            managing.cancel()
-            replaced.cancel()
-            await asyncio.gather(managing, replaced, return_exceptions=True)
         try:
             await leadership.resign()
         except CoordinationUnavailable as e:

@@ -19,6 +19,7 @@ from laminar.workers.children import Child
 from laminar.workers.context import Run, joined
 from laminar.workers.manager import lead
 from laminar.workers.mirror import Mirror
+from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
 
@@ -42,24 +43,13 @@ async def relay_main(run: Run, stop: asyncio.Event, committer_command: list[str]
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     server = RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
     async with server, joined(run, "relay", endpoint=f"unix:{path}") as member:
-        tasks = [
-            asyncio.create_task(c)
-            for c in (
-                lead(run, member),
-                keep_retained(run, server),
-                keep_committer(run, committer_command),
-                member.until_lost(),
-                stop.wait(),
-            )
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await until_first(
+            lead(run, member),
+            keep_retained(run, server),
+            keep_committer(run, committer_command),
+            member.until_lost(),
+            stop.wait(),
+        )
 
 
 async def keep_retained(run: Run, server: RelayServer) -> None:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
-from typing import Any
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
@@ -37,6 +35,7 @@ from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.outbox import Done, Finisher, Flusher
 from laminar.workers.pools import prompt_of
 from laminar.workers.steering import Action, Do, View, steer
+from laminar.workers.tasks import until_first
 from laminar.workers.trajectory import Trajectory
 from laminar.workers.weights import find_weights
 
@@ -96,23 +95,19 @@ class Rollout:
     async def serve(self) -> None:
         """Until the run is done. Raises LeaseLost or Fenced when this life is over, EngineError when the engine is."""
         async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays:
-            background: list[Coroutine[Any, Any, None]] = [
-                self.flusher.run(),
-                self.finisher.run(),
-                self._report(),
-                self.member.until_lost(),
-                self._watch_engine(),
-            ]
-            tasks = [asyncio.create_task(c) for c in background]
-            steering = asyncio.create_task(self._steer())
             try:
-                done, _ = await asyncio.wait([steering, *tasks], return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                await until_first(
+                    self._steer(),
+                    self.flusher.run(),
+                    self.finisher.run(),
+                    self._report(),
+                    self.member.until_lost(),
+                    self._watch_engine(),
+                )
             finally:
-                for task in (steering, *tasks, *self.tasks.values()):
+                for task in self.tasks.values():
                     task.cancel()
-                await asyncio.gather(steering, *tasks, *self.tasks.values(), return_exceptions=True)
+                await asyncio.gather(*self.tasks.values(), return_exceptions=True)
                 # The engine outlives this life: what still generated would meet the next one's weights.
                 await self.evaluator.stop()
                 for trajectory in self.live.values():

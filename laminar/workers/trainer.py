@@ -35,6 +35,7 @@ from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.outbox import until_written
 from laminar.workers.publishing import Publisher, Staged
 from laminar.workers.step_metrics import sample_of, step_metrics, step_rows
+from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
 
@@ -379,18 +380,9 @@ async def trainer_main(run: Run, member: Member, make_learner: Any, experience: 
     log.info("%s leads the training", member.id)
     learner = await asyncio.to_thread(make_learner)
     trainer = Trainer(run, member, leadership, learner, experience, sinks)
-    training = asyncio.create_task(trainer.run())
-    reporting = asyncio.create_task(trainer.report())
-    lost = asyncio.create_task(member.until_lost())
-    replaced = asyncio.create_task(leadership.lost.wait())
-    tasks = [training, reporting, lost, replaced]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-        if replaced in done and training not in done:
-            raise Fenced(f"{member.id} no longer leads the training")
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    await until_first(trainer.run(), trainer.report(), member.until_lost(), _replaced(member, leadership))
+
+
+async def _replaced(member: Member, leadership: Leadership) -> None:
+    await leadership.lost.wait()
+    raise Fenced(f"{member.id} no longer leads the training")

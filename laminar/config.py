@@ -11,8 +11,9 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from laminar.buffer.keys import RUN_NAME
 from laminar.errors import ConfigError
 
 
@@ -23,6 +24,15 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str = "run"
     """Name of the run: its etcd prefix, and its folder where `store` is not given."""
+    @field_validator("name")
+    @classmethod
+    def _usable(cls, name: str) -> str:
+        if not RUN_NAME.fullmatch(name):
+            raise ValueError(
+                f"run.name = {name!r} is not usable: 1 to 63 of a-z, 0-9, '.', '_', '-', first a letter or digit"
+            )
+        return name
+
     store: str = ""
     """Root of the store: a folder or any fsspec URL that Lance also opens. Empty: `runs/<name>`."""
     seed: int = 0

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from laminar import __version__
 from laminar.cli import app, main
+from laminar.config import config_from
+from laminar.errors import ConfigError
 
 MakeStore = Callable[..., Path]
 DOCUMENT = Path(__file__).parent.parent / "docs" / "inspecting.md"
@@ -162,3 +164,9 @@ class TestDocumentation:
 
     def test_there_is_something_to_run(self) -> None:
         assert len(blocks("python")) >= 4 and len(blocks("console")) == 1
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "", "A", "a/b"])
+def test_a_run_name_that_is_no_folder_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not usable: 1 to 63"):
+        config_from({"run": {"name": name}, "model": {"path": "x"}})

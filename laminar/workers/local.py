@@ -117,7 +117,10 @@ async def coordination_service(config: Config, root: Path) -> AsyncIterator[tupl
             "another `laminar run`; stop that one, or choose another run.name"
         )
     await asyncio.to_thread(find_etcd)  # before anything is written
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"cannot write to {folder}: {e.strerror}; choose a run.store that can be written") from e
     etcd = EtcdProcess(folder / "data")
     await etcd.start()
     mark.write_text(etcd.endpoint)

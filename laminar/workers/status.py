@@ -89,7 +89,7 @@ def mean(values: Sequence[float]) -> float:
 
 def run_status(store: StoreView, endpoints: list[str]) -> RunStatus:
     """`endpoints` empty: those of the run's config, else of the etcd that `laminar run` started here. Blocks."""
-    live, why = None, "no etcd address is known; give --etcd HOST:PORT"
+    live, why = None, "no etcd of it runs here (it has ended, was stopped, or runs elsewhere: --etcd HOST:PORT)"
     for endpoint in [endpoints] if endpoints else known_endpoints(store):
         live, why = asyncio.run(_try_live(store, endpoint))
         if live is not None:

@@ -12,6 +12,10 @@ from laminar.errors import StoreError
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 """Names of files that are being written, or whose writer died; nobody ever reads them."""
 
+SECTOR_BYTES = 512
+"""What a disk writes or loses whole: a file whose last sectors are all zeros had its length, but not its data, written
+before a power cut."""
+
 
 class NotFound(StoreError, FileNotFoundError):
     """The file is not there."""

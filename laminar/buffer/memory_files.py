@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from laminar.buffer.files import AlreadyExists, FileInfo, NotFound, StorageFull, clean_path, probe
+from laminar.buffer.files import SECTOR_BYTES, AlreadyExists, FileInfo, NotFound, StorageFull, clean_path, probe
 from laminar.clock import Clock, SystemClock
 from laminar.errors import StoreError
 
@@ -98,6 +98,8 @@ class MemoryStorage:
         """A power cut: of each file's un-synced tail the share `keep_unsynced` stays; `zeroed` keeps its length too."""
         for path, file in list(self._files.items()):
             keep = file.synced + int((len(file.data) - file.synced) * keep_unsynced)
+            if zeroed and keep < len(file.data):  # a disk loses whole sectors
+                keep = min(keep, max(file.synced, len(file.data) - SECTOR_BYTES))
             lost = len(file.data) - keep
             del file.data[keep:]
             if zeroed:

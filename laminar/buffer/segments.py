@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import google_crc32c
 import pyarrow as pa
 
-from laminar.buffer.storage import FileInfo, Storage
+from laminar.buffer.files import SECTOR_BYTES, FileInfo, Storage
 from laminar.errors import CorruptSegment, StoreError
 
 CONTINUATION = b"\xff\xff\xff\xff"
@@ -33,8 +33,6 @@ END = CONTINUATION + bytes(4)
 NO_CRC = b"0x00000000"
 CRC_VALUE = re.compile(rb"\x0a\x00\x00\x00(0x[0-9a-f]{8})\x00")
 """The CRC as flatbuffers hold a string: its length, ten characters, a zero."""
-SECTOR_BYTES = 512
-"""A file whose last sectors are all zeros had its length, but not its data, written before a power cut."""
 OBJECT_SUFFIX = re.compile(r"-\d{6,}(?=\.arrows$)")
 
 

@@ -74,6 +74,7 @@ class RelayServer:
         self.holdings = Holdings(
             chunk_bytes=chunk_bytes, retain=retain, spare=spare, weights_bytes=weights_bytes, threads=threads
         )
+        self.endpoint = f"unix:{self.socket_path}"
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._sessions: set[asyncio.Task[None]] = set()

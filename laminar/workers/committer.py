@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from laminar.buffer.commits import TableCommitter
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.schema import TABLES
 from laminar.buffer.session import Election, Leadership
+from laminar.buffer.storage import Storage
+from laminar.buffer.table import Table
 from laminar.errors import StoreError
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.tables import open_table
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
@@ -21,7 +23,10 @@ GATHER_S = 0.2
 LOOK_AGAIN_S = 5.0
 
 
-async def commit_always(run: Run, member: Member, leadership: Leadership) -> None:
+OpenTable = Callable[[Storage, str], Table]
+
+
+async def commit_always(run: Run, member: Member, leadership: Leadership, open_table: OpenTable) -> None:
     """Commit what is registered, as it comes, under this leadership."""
     ledger = Ledger(run.coordination, run.keys, member.id, leadership)
     committers = [
@@ -48,9 +53,9 @@ async def commit_always(run: Run, member: Member, leadership: Leadership) -> Non
                 await run.clock.sleep(GATHER_S)
 
 
-async def committer_main(run: Run, member: Member) -> None:
+async def committer_main(run: Run, member: Member, open_table: OpenTable) -> None:
     """Campaign, then commit until replaced or the lease is lost."""
     election = Election(run.coordination, member.session, run.keys.leader("committer"), member.id)
     leadership = await election.campaign()
     log.info("%s is the committer", member.id)
-    await until_first(commit_always(run, member, leadership), leadership.lost.wait(), member.until_lost())
+    await until_first(commit_always(run, member, leadership, open_table), leadership.lost.wait(), member.until_lost())

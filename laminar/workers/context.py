@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.etcd import EtcdCoordination
@@ -22,14 +19,15 @@ from laminar.buffer.storage import Storage, open_storage
 from laminar.clock import Clock, SystemClock
 from laminar.config import Config, config_from
 from laminar.errors import LeaseLost, StoreError
+from laminar.workers.machine import Machine, this_machine
 
 log = logging.getLogger(__name__)
 
 
-def boot_id(kind: str) -> str:
+def boot_id(kind: str, machine: Machine) -> str:
     """`kind-host-pid-random`: new at each start, so that a restarted worker is a new worker."""
-    host = "".join(c if c.isalnum() else "_" for c in socket.gethostname())[:24]
-    return f"{kind}-{host}-{os.getpid()}-{secrets.token_hex(3)}"
+    host = "".join(c if c.isalnum() else "_" for c in machine.host)[:24]
+    return f"{kind}-{host}-{machine.pid}-{machine.token(3)}"
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class Run:
     file: RunFile
     config: Config
     clock: Clock
+    machine: Machine = field(default_factory=this_machine)
 
 
 @dataclass(frozen=True)
@@ -89,14 +88,14 @@ async def open_run(coordination: Coordination, name: str, clock: Clock, storage:
 @asynccontextmanager
 async def joined(run: Run, kind: str, *, endpoint: str = "") -> AsyncIterator[Member]:
     """Register as a worker for the time of the block; leaves at once (lease revoked) at its end."""
-    worker = boot_id(kind)
+    worker = boot_id(kind, run.machine)
     session = await Session.open(run.coordination, run.config.coordination.lease_ttl)
     try:
         record = WorkerRecord(
             kind=kind,
             id=worker,
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            host=run.machine.host,
+            pid=run.machine.pid,
             endpoint=endpoint,
             started_at_us=run.clock.now_us(),
         )

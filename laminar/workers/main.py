@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from laminar.errors import ConfigError
-from laminar.workers.children import worker_command
+from laminar.workers.children import Child, worker_command
 from laminar.workers.context import Run, join_run, joined
 
 log = logging.getLogger(__name__)
@@ -63,14 +63,16 @@ async def _run_worker(kind: str, endpoints: list[str], name: str) -> int:
 
 async def _work(kind: str, run: Run, stop: asyncio.Event, endpoints: list[str]) -> None:
     if kind == "relay":
-        from laminar.workers.relay import relay_main
+        from laminar.workers.relay import relay_main, serve_weights
 
-        await relay_main(run, stop, worker_command("committer", endpoints, run.keys.run))
+        command = worker_command("committer", endpoints, run.keys.run)
+        await relay_main(run, stop, serve_weights(run), lambda: Child(command))
     elif kind == "committer":
         from laminar.workers.committer import committer_main
+        from laminar.workers.tables import open_table
 
         async with joined(run, "committer") as member:
-            await committer_main(run, member)
+            await committer_main(run, member, open_table)
     elif kind == "rollout":
         await _rollout(run, stop)
     else:

@@ -14,9 +14,9 @@ from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import WeightsHead
 from laminar.clock import Clock
 from laminar.errors import Fenced, LaminarError, WeightsError
-from laminar.relay.client import AsyncRelayClient, WritableArena
 from laminar.workers.context import Run
 from laminar.workers.learning.base import Learner
+from laminar.workers.machine import ArenaToFill, RelayAccess
 from laminar.workers.mirror import Mirror
 from laminar.workers.weights import local_relay, relay_socket
 
@@ -32,8 +32,8 @@ class Staged:
     """Weights that lie in an arena, not yet sealed. Times in seconds."""
 
     version: int
-    arena: WritableArena
-    client: AsyncRelayClient
+    arena: ArenaToFill
+    client: RelayAccess
     copy_s: float
     cast_s: float
 
@@ -45,13 +45,14 @@ class Publisher:
         self.coordination: Coordination = run.coordination
         self.keys = run.keys
         self.clock: Clock = run.clock
+        self.machine = run.machine
         self.ledger = ledger
         self.relays = relays
         self.skipped = 0
 
-    def _client(self) -> AsyncRelayClient | None:
-        record = local_relay(list(self.relays.items.values()))
-        return AsyncRelayClient(relay_socket(record), run=self.keys.run) if record else None
+    def _client(self) -> RelayAccess | None:
+        record = local_relay(list(self.relays.items.values()), self.machine.host)
+        return self.machine.relay(relay_socket(record), self.keys.run) if record else None
 
     async def published(self) -> WeightsHead | None:
         kv = await self.coordination.get(self.keys.weights)
@@ -90,7 +91,7 @@ class Publisher:
         self.skipped += 1
         return None
 
-    async def _copy(self, learner: Learner, client: AsyncRelayClient, arena: WritableArena, cast_s: float) -> Staged:
+    async def _copy(self, learner: Learner, client: RelayAccess, arena: ArenaToFill, cast_s: float) -> Staged:
         before = self.clock.monotonic()
         await asyncio.to_thread(learner.write_weights, arena.buffer)
         return Staged(learner.version, arena, client, self.clock.monotonic() - before, cast_s)

@@ -11,11 +11,14 @@ import logging
 import os
 import secrets
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
 
 from laminar.buffer.records import Retain
+from laminar.relay.holdings import Holdings
 from laminar.relay.server import RelayServer
-from laminar.workers.children import Child
 from laminar.workers.context import Run, joined
 from laminar.workers.manager import lead
 from laminar.workers.mirror import Mirror
@@ -36,36 +39,64 @@ def socket_path(run: str) -> Path:
     return socket_folder() / f"{hashlib.sha256(run.encode()).hexdigest()[:8]}-{secrets.token_hex(4)}.sock"
 
 
-async def relay_main(run: Run, stop: asyncio.Event, committer_command: list[str]) -> None:
-    """Serve until `stop`; a lost lease ends this worker (its supervisor starts a new one)."""
+class ServedWeights(Protocol):
+    """What serves versions on this host while it is entered; `endpoint` is where, in the words of WorkerRecord."""
+
+    endpoint: str
+    holdings: Holdings
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Process(Protocol):
+    """A process of ours: `children.Child`, or one of a simulator."""
+
+    async def start(self) -> None: ...
+
+    async def wait(self) -> int: ...
+
+    async def stop(self, *, grace_s: float) -> None: ...
+
+
+def serve_weights(run: Run) -> RelayServer:
+    """At a Unix socket that only this user can reach."""
     config = run.config.relay
     path = socket_path(run.keys.run)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    server = RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
-    async with server, joined(run, "relay", endpoint=f"unix:{path}") as member:
+    return RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
+
+
+async def relay_main(run: Run, stop: asyncio.Event, server: ServedWeights, committer: Callable[[], Process]) -> None:
+    """Serve until `stop`; a lost lease ends this worker (its supervisor starts a new one). `committer` makes the
+    process that commits beside this relay."""
+    async with server, joined(run, "relay", endpoint=server.endpoint) as member:
         await until_first(
             lead(run, member),
-            keep_retained(run, server),
-            keep_committer(run, committer_command),
+            keep_retained(run, server.holdings),
+            keep_committer(run, committer),
             member.until_lost(),
             stop.wait(),
         )
 
 
-async def keep_retained(run: Run, server: RelayServer) -> None:
+async def keep_retained(run: Run, holdings: Holdings) -> None:
     """Hold on to the versions that the manager says are still referred to."""
     async with Mirror(run.coordination, run.keys.retain, exact=True) as retain:
         while True:
             kv = retain.only
             if kv is not None:
-                server.holdings.retain_versions(Retain.parse(kv.value).versions)
+                holdings.retain_versions(Retain.parse(kv.value).versions)
             await retain.wait_for(lambda kv=kv: retain.only is not kv, 60.0)  # type: ignore[misc]
 
 
-async def keep_committer(run: Run, command: list[str]) -> None:
+async def keep_committer(run: Run, committer: Callable[[], Process]) -> None:
     """Start the committer's process, and start it again when it ends."""
     while True:
-        child = Child(command)
+        child = committer()
         await child.start()
         try:
             code = await child.wait()
@@ -73,5 +104,3 @@ async def keep_committer(run: Run, command: list[str]) -> None:
             await child.stop(grace_s=5.0)
         log.warning("the committer's process ended with %d; starting it again", code)
         await run.clock.sleep(COMMITTER_BACKOFF_S)
-
-

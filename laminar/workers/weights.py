@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Sequence
 
 from laminar.buffer.coordination import KeyValue
 from laminar.buffer.records import WorkerRecord
 from laminar.errors import LaminarError
-from laminar.relay.client import AsyncRelayClient
 from laminar.workers.checkpoints import exported_version
 from laminar.workers.context import Run
 from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
@@ -17,10 +15,10 @@ from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSour
 log = logging.getLogger(__name__)
 
 
-def local_relay(relays: Sequence[KeyValue]) -> WorkerRecord | None:
-    """The newest relay of this host."""
+def local_relay(relays: Sequence[KeyValue], host: str) -> WorkerRecord | None:
+    """The newest relay of `host`."""
     records = [(kv.create_revision, WorkerRecord.parse(kv.value)) for kv in relays]
-    here = [(revision, r) for revision, r in records if r.host == socket.gethostname() and r.endpoint]
+    here = [(revision, r) for revision, r in records if r.host == host and r.endpoint]
     return max(here, key=lambda pair: pair[0])[1] if here else None
 
 
@@ -31,10 +29,10 @@ def relay_socket(record: WorkerRecord) -> str:
 async def find_weights(run: Run, relays: Sequence[KeyValue], version: int, digest: str = "") -> WeightSource | None:
     """None when neither the relay nor a checkpoint has the version (now), with that digest if one is given: a relay
     holds a version from its sealing on, which may be before, or never followed by, its publication."""
-    record = local_relay(relays)
+    record = local_relay(relays, run.machine.host)
     if record is not None:
         try:
-            status = await AsyncRelayClient(relay_socket(record), run=run.keys.run).status()
+            status = await run.machine.relay(relay_socket(record), run.keys.run).status()
             for held in status.versions:
                 if held.info.version == version and digest in ("", held.info.digest):
                     return RelayWeights(relay_socket(record), version, held.info.digest)

@@ -6,7 +6,6 @@ resume are listed in `FROZEN`.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +13,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from laminar.buffer.keys import RUN_NAME
+from laminar.config_values import annotation_of, explain, read_override, refuse_secrets
 from laminar.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -35,11 +35,18 @@ class RunConfig(Section):
 
     store: str = ""
     """Root of the store: a folder or any fsspec URL that Lance also opens. Empty: `runs/<name>`."""
+
+    @field_validator("store")
+    @classmethod
+    def _public_store(cls, store: str) -> str:
+        refuse_secrets(store, "run.store", "object stores take their keys from the environment (AWS_…, GOOGLE_…)")
+        return store
+
     seed: int = 0
     """Seed of the order of prompts and of sampling. Frozen once the run has started."""
-    max_steps: int = Field(40, ge=1)
+    max_steps: int = Field(40, ge=1, le=1_000_000_000)
     """Optimizer steps after which the run is done."""
-    epochs: int = Field(1_000_000, ge=1)
+    epochs: int = Field(1_000_000, ge=1, le=1_000_000_000)
     """Passes over the prompt pool after which drawing stops; large, since `max_steps` is the usual end."""
 
 
@@ -58,7 +65,15 @@ class PromptsConfig(Section):
     dataset: str = ""
     """Name of the reasoning-gym or Hugging Face data set, or path of the file."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the data set (reasoning-gym: its config; huggingface: `split`, `name`)."""
+    """Keyword arguments of the data set (reasoning-gym: its config; huggingface: `split`, `name`). No secrets: the
+    hub's token comes from HF_TOKEN."""
+
+    @field_validator("options")
+    @classmethod
+    def _public_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        refuse_secrets(options, "prompts.options", "the Hugging Face hub takes its token from the variable HF_TOKEN")
+        return options
+
     size: int = Field(1000, ge=1)
     """How many training prompts to take at most."""
     seed: int = 1000
@@ -77,7 +92,14 @@ class EnvironmentConfig(Section):
     name: str = "single-turn"
     """`single-turn`, `calculator`, or `module:name` of an Environment."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the environment."""
+    """Keyword arguments of the environment. No secrets: it reads them from environment variables."""
+
+    @field_validator("options")
+    @classmethod
+    def _public_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        refuse_secrets(options, "environment.options", "let the environment read a variable (os.environ) instead")
+        return options
+
     max_turns: int = Field(1, ge=1)
     """Policy turns after which a trajectory is finished."""
 
@@ -86,8 +108,20 @@ class RewardConfig(Section):
     name: str = "reasoning-gym"
     """`reasoning-gym`, `exact`, `http`, or `module:name` of a function (prompt, transcript) -> Score or float."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the reward (http: `url`)."""
-    timeout: float = Field(30.0, gt=0)
+    """Keyword arguments of the reward (http: `url`, and `api_key_env`, the name of the environment variable that holds
+    its key). No secrets: they would be written to `run.json`."""
+
+    @field_validator("options")
+    @classmethod
+    def _public_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        remedy = (
+            "the http reward takes api_key_env = 'NAME', a variable whose value it sends as a bearer token; a reward "
+            "of your own can read one itself (os.environ)"
+        )
+        refuse_secrets(options, "reward.options", remedy)
+        return options
+
+    timeout: float = Field(30.0, gt=0, le=86_400)
     """Seconds after which a reward or environment call is killed; the trajectory's status says so."""
     workers: int = Field(1, ge=1)
     """Scoring processes of each rollout."""
@@ -133,7 +167,7 @@ class RolloutConfig(Section):
     """Prompt and response tokens of a trajectory at most."""
     kv_cache_mib: int = Field(0, ge=0)
     """KV cache in MiB; 0: 256 on CPU, the engine's own choice on CUDA."""
-    flush_interval: float = Field(0.5, gt=0)
+    flush_interval: float = Field(0.5, gt=0, le=3600)
     """Seconds between two flushes of partial responses: what a crash loses at most."""
     fsync: bool = True
     """One fsync a flush. Off: a power cut may lose what a crash of the process does not."""
@@ -155,13 +189,21 @@ class TrainerConfig(Section):
     max_staleness: int | None = Field(None, ge=0)
     """Admission draws only what is expected to be at most this many versions old when it is trained on; absent: no
     bound but max_ahead_groups; 0: rollouts and trainer take turns. Nothing is ever dropped for its age."""
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, le=1)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.99)
-    """AdamW moments."""
-    weight_decay: float = Field(0.0, ge=0)
+    """AdamW moments, each from 0 to below 1."""
+
+    @field_validator("betas")
+    @classmethod
+    def _decaying(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"trainer.betas = {list(betas)}: each must be from 0 to below 1, such as [0.9, 0.99]")
+        return betas
+
+    weight_decay: float = Field(0.0, ge=0, le=1)
     """AdamW weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient clipping by global norm."""
@@ -173,11 +215,11 @@ class TrainerConfig(Section):
     """Mean over all policy tokens of the step, or over sequences of their means."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """Lower clip range of the ratio."""
-    clip_high: float = Field(0.28, gt=0)
+    clip_high: float = Field(0.28, gt=0, le=1000)
     """Upper clip range (clip-higher, DAPO)."""
     importance_cap: float = Field(0.0, ge=0)
     """Truncated importance sampling against the engine's logprobs: cap of the weight; 0: off."""
-    kl_coefficient: float = Field(0.0, ge=0)
+    kl_coefficient: float = Field(0.0, ge=0, le=1000)
     """Weight of the k3 estimate of KL to the initial policy; 0: no reference model is held."""
     mask_truncated: bool = False
     """Leave trajectories that ended by length out of the loss (they keep their place in the group's baseline)."""
@@ -200,7 +242,8 @@ class TrainerConfig(Section):
     deterministic: bool = True
     """Deterministic kernels, so that replayed steps give the same bits."""
     max_error_share: float = Field(0.5, gt=0, le=1)
-    """Share of errors among the last 64 finished trajectories at which the run ends with that error."""
+    """More than this share of errors among the newest trajectories ends the run with that error. Looked at are the last
+    64, or as many as there are, once two groups' worth (at most 64) have come since the trainer started."""
 
 
 class EvaluationConfig(Section):
@@ -226,7 +269,7 @@ class RelayConfig(Section):
 class CoordinationConfig(Section):
     endpoints: list[str] = []
     """etcd addresses HOST:PORT; empty: `laminar run` starts an etcd of its own."""
-    lease_ttl: float = Field(10.0, ge=2)
+    lease_ttl: float = Field(10.0, ge=2, le=3600)
     """Seconds after which a silent worker loses what it owns. 10 on one machine, 15 on clusters."""
 
 
@@ -325,7 +368,7 @@ def config_from(data: dict[str, Any], *, origin: str = "config") -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as e:
-        raise ConfigError("\n".join(f"{origin}: {_explain(error)}" for error in e.errors())) from e
+        raise ConfigError("\n".join(f"{origin}: {explain(error, Config)}" for error in e.errors())) from e
 
 
 def with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -336,36 +379,8 @@ def with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]
         parts = dotted.strip().split(".")
         if not sign or len(parts) != 2:
             raise ConfigError(f"--set {item!r} is not of the form section.key=value")
-        try:
-            value = tomllib.loads(f"v = {raw}")["v"]
-        except tomllib.TOMLDecodeError:
-            value = raw
         section = result.setdefault(parts[0], {})
         if not isinstance(section, dict):
             raise ConfigError(f"--set {item!r}: {parts[0]!r} is not a section of the config, but {section!r}")
-        section[parts[1]] = value
+        section[parts[1]] = read_override(raw, annotation_of(Config, *parts))
     return result
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(p) for p in error["loc"])
-    if error["type"] == "extra_forbidden":
-        known = _known_keys(error["loc"][:-1])
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-        return f"unknown key {where!r}; {hint}"
-    if error["type"] == "missing":
-        return f"{where!r} is missing; add it"
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return message
-    return f"{where} = {error.get('input')!r}: {message}"
-
-
-def _known_keys(path: tuple[str | int, ...]) -> list[str]:
-    model: type[BaseModel] = Config
-    for part in path:
-        annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        model = annotation
-    return list(model.model_fields)

@@ -1,0 +1,108 @@
+"""What is asked of single values of the config: how a text of `--set` is read, that no secret is among them, and how a
+value that is refused is explained.
+
+`run.json` keeps the whole config where everybody who reads the store can see it, so a secret is named in the config
+by the environment variable that holds it, never written there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+SECRET_NAME = re.compile(
+    r"(?:^|[_\-.])(?:api[_-]?key|apikey|access[_-]?key|private[_-]?key|key|token|secret|password|passwd|credentials?|"
+    r"authorization|bearer)$",
+    re.IGNORECASE,
+)
+"""Names whose values are taken for secrets. `api_key_env` is none: it holds the name of a variable."""
+NO_SECRET = re.compile(r"(?:answer|prompt|sort|group|json|primary|eos|bos|pad|stop|end|start|think)[_-](?:key|token)$")
+"""Names that end like a secret's and are none, such as `answer_key` and `stop_token`."""
+SECRET_URL = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s@]*:[^/\s@]+@", re.IGNORECASE)
+CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+
+def find_secret(value: object, path: str) -> str | None:
+    """The dotted path of the first text under `value` that looks like a secret; None if there is none."""
+    return next(_secrets(value, path, ""), None)
+
+
+def _secrets(value: object, path: str, name: str) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _secrets(inner, f"{path}.{key}", str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for inner in value:
+            yield from _secrets(inner, path, name)
+    elif isinstance(value, str) and value and (is_secret_name(name) or SECRET_URL.match(value)):
+        yield path
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a value of this name is taken for a secret: `api_key`, `hfToken`, `Authorization`, …"""
+    words = CAMEL.sub("_", name)
+    return bool(SECRET_NAME.search(words)) and not NO_SECRET.search(words.lower())
+
+
+def refuse_secrets(value: object, path: str, remedy: str) -> None:
+    """Raises ValueError naming where a secret stands, never the secret."""
+    if (found := find_secret(value, path)) is not None:
+        raise ValueError(
+            f"{found} looks like a secret, and the whole config is written to run.json, where others can read it: "
+            f"take it out of the config; {remedy}"
+        )
+
+
+def read_override(raw: str, annotation: object) -> Any:
+    """The value of `--set section.key=RAW` for a field of this type: TOML, or the text itself where a text is wanted
+    and RAW is no quoted one (`run.name=2026`), or where RAW is no TOML (`run.name=warm`)."""
+    try:
+        value = tomllib.loads(f"v = {raw}")["v"]
+    except tomllib.TOMLDecodeError:
+        return raw
+    return raw.strip() if _wants_text(annotation) and not isinstance(value, str) else value
+
+
+def _wants_text(annotation: object) -> bool:
+    if get_origin(annotation) is Literal:
+        return all(isinstance(choice, str) for choice in get_args(annotation))
+    return annotation is str
+
+
+def annotation_of(tree: type[BaseModel], section: str, key: str) -> object:
+    """The type of a key of the config; None if there is no such key (which is told when the whole is checked)."""
+    model = tree.model_fields[section].annotation if section in tree.model_fields else None
+    field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
+    return field.annotation if field else None
+
+
+def explain(error: Any, tree: type[BaseModel]) -> str:
+    """One of pydantic's errors, in words: the key, what it was, what is expected, or the near key of a misspelt one."""
+    where = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(tree, error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        return f"unknown key {where!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{where!r} is missing; add it"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return message
+    if error["type"] == "string_type":
+        message = "a string is expected; put it in quotes"
+    return f"{where} = {error.get('input')!r}: {message}"
+
+
+def _known_keys(tree: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:
+    model = tree
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)

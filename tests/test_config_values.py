@@ -1,0 +1,97 @@
+"""What the config refuses of single values, and how a value of `--set` is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laminar.config import Config, config_from, with_overrides
+from laminar.config_values import is_secret_name
+from laminar.errors import ConfigError
+
+
+def config(section: str = "run", overrides: tuple[str, ...] = (), **values: Any) -> Config:
+    return config_from(with_overrides({"model": {"path": "tiny-reverse"}, section: values}, list(overrides)))
+
+
+FLOATS = [
+    (section, name)
+    for section, field in Config.model_fields.items()
+    for name, key in field.annotation.model_fields.items()  # type: ignore[union-attr]
+    if key.annotation is float
+]
+
+
+@pytest.mark.parametrize(("section", "name"), FLOATS)
+def test_no_number_may_be_infinite_or_nan(section: str, name: str) -> None:
+    """A learning rate of infinity trains, and destroys the model at its first step."""
+    for value in (float("inf"), float("-inf"), float("nan")):
+        with pytest.raises(ConfigError, match=name):
+            config(section, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        ("trainer", {"learning_rate": 1e30}),
+        ("trainer", {"learning_rate": -1e-6}),
+        ("trainer", {"weight_decay": -0.1}),
+        ("trainer", {"betas": [1.0, 0.9]}),
+        ("trainer", {"betas": [0.9, float("nan")]}),
+        ("trainer", {"max_grad_norm": 0}),
+        ("reward", {"timeout": 1e9}),
+        ("coordination", {"lease_ttl": 1e9}),
+        ("run", {"max_steps": 10**30}),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused_by_name(section: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        config(section, **values)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("2026", "2026"), ("2026-11-29", "2026-11-29"), ("warm", "warm"), ("'2026'", "2026")]
+)
+def test_set_takes_a_number_or_a_date_as_text_where_text_is_wanted(text: str, name: str) -> None:
+    assert config(overrides=(f"run.name={text}",)).run.name == name
+
+
+def test_set_keeps_the_types_of_toml_elsewhere() -> None:
+    changed = config(overrides=("run.max_steps=7", "trainer.betas=[0.8, 0.9]", "trainer.deterministic=false"))
+    assert (changed.run.max_steps, changed.trainer.betas, changed.trainer.deterministic) == (7, (0.8, 0.9), False)
+
+
+def test_a_number_in_the_file_where_text_is_wanted_is_explained() -> None:
+    with pytest.raises(ConfigError, match=r"run\.name = 2026: a string is expected; put it in quotes"):
+        config(name=2026)
+
+
+@pytest.mark.parametrize(
+    ("section", "options", "place"),
+    [
+        ("reward", {"api_key": "sk-1"}, "reward.options.api_key"),
+        ("reward", {"headers": {"Authorization": "Bearer sk-1"}}, "reward.options.headers.Authorization"),
+        ("reward", {"judges": [{"hfToken": "sk-1"}]}, "reward.options.judges.hfToken"),
+        ("reward", {"url": "https://me:sk-1@host/score"}, "reward.options.url"),
+        ("environment", {"db_password": "sk-1"}, "environment.options.db_password"),
+        ("prompts", {"token": "sk-1"}, "prompts.options.token"),
+    ],
+)
+def test_a_secret_is_refused_by_its_place_and_never_shown(section: str, options: dict[str, Any], place: str) -> None:
+    """Case 63: an API key is found nowhere under the store root; so it must not come in by the config either."""
+    with pytest.raises(ConfigError) as refused:
+        config(section, options=options)
+    assert f"{place} looks like a secret" in str(refused.value)
+    assert "variable" in str(refused.value) and "sk-1" not in str(refused.value)
+
+
+def test_a_store_url_with_a_password_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run\.store looks like a secret"):
+        config(store="s3://me:sk-1@bucket/run")
+
+
+def test_what_only_names_a_secret_or_looks_like_one_is_taken() -> None:
+    options = {"api_key_env": "JUDGE_KEY", "max_tokens": 5, "answer_key": "b", "stop_token": "</s>", "key": 3}
+    assert config("reward", options=options).reward.options == options
+    assert not any(map(is_secret_name, ("monkey", "tokenizer", "keywords", "secretary", "token_ids")))

@@ -171,11 +171,13 @@ def draw_transaction(
     version: int,
     nonce: str,
 ) -> Transaction:
+    """Not once the run is closed: what was drawn afterwards would never end."""
     first = Cursor.parse(cursor.value).next if cursor else 0
     claim = drawn(owner, version).dump()
     puts: list[Operation] = [Put(keys.cursor, Cursor(next=first + groups, by=nonce).dump())]
     puts += [Put(keys.claim(g, s), claim) for g in range(first, first + groups) for s in range(samples_per_prompt)]
-    return Transaction((guard, unchanged(cursor) if cursor else absent(keys.cursor)), tuple(puts))
+    compares = (guard, unchanged(cursor) if cursor else absent(keys.cursor), absent(keys.closed))
+    return Transaction(compares, tuple(puts))
 
 
 def update_transaction(guard: Compare, held: Held, claim: Claim, *also: Operation) -> Transaction:

@@ -30,6 +30,7 @@ class Keys:
         self.incoming_root = f"{self.prefix}incoming/"
         self.batches = f"{self.prefix}batches/"
         self.closings = f"{self.prefix}closings/"
+        self.closed = f"{self.prefix}closed"
         self.trainer = f"{self.prefix}trainer"
         self.weights = f"{self.prefix}weights"
         self.offers = f"{self.prefix}offers/"

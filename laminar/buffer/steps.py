@@ -3,7 +3,8 @@
 `batches/<step>-<boot id>.arrow` holds all rows that the step consumes, with `use` = 'train' or the reason of
 retiring; it is written once, before one transaction makes it the batch of that step. The decision is copied beside
 it as JSON, so that a replay needs no etcd. `incoming/steps/step-<n>` and `incoming/step_metrics/step-<n>` are
-registered in the transaction that raises the trainer's `step`: a replayed step adds nothing twice.
+registered in the transaction that raises the trainer's `step`: a replayed step adds nothing twice. Decisions of old
+steps move to the archive (`archive.py`).
 """
 
 from __future__ import annotations
@@ -11,24 +12,28 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
-from laminar.buffer.coordination import Coordination, KeyValue, Operation, Put, Transaction, absent, unchanged
+from laminar.buffer.archive import BLOCK, archived_before, archived_paths, block_path, read_archive, read_block
+from laminar.buffer.coordination import Coordination, Delete, KeyValue, Operation, Put, Transaction, absent, unchanged
 from laminar.buffer.experience import incoming_path
-from laminar.buffer.keys import Keys, step_name
+from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import BatchDecision, Incoming, TrainerHead
 from laminar.buffer.schema import EXPERIENCE, TABLES
 from laminar.buffer.segments import encode, read_segment
 from laminar.buffer.session import transact_or_read_back
-from laminar.buffer.storage import AlreadyExists, Storage
+from laminar.buffer.storage import AlreadyExists, NotFound, Storage
+from laminar.buffer.table import Table
 from laminar.errors import CorruptSegment, StoreError
 
 BATCH = EXPERIENCE.append(pa.field("use", pa.string()))
+CLOSING = re.compile(r"batches/closing-(\d+)(?:-\d+)?\.json")
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,17 @@ class StepLog:
             raise StoreError(f"the trainer's head changed under its leader ({head} -> {new}); restart the trainer")
         return new
 
-    async def decide(self, step: int, rows: pa.Table, trained: Sequence[int], retired: dict[int, str]) -> DecidedBatch:
-        """Write the batch file, then make it the batch of `step`; raises `consumed_groups` in the same transaction."""
+    async def decide(
+        self, step: int, rows: pa.Table, trained: Sequence[int], retired: dict[int, str],
+        settings: Mapping[str, Any] | None = None,
+    ) -> DecidedBatch:  # fmt: skip
+        """Write the batch file, then make it the batch of `step`; raises `consumed_groups` in the same transaction.
+        `settings`: see `BatchDecision.settings`."""
         head, _ = await self.head()
         if head.decided != step:
             raise StoreError(f"batch {step} cannot be decided: {head.decided} batches are decided")
         decision = await self._write_batch(f"{step:09d}", step, rows, trained, retired)
+        decision = decision.model_copy(update={"settings": dict(settings or {})})
         key = self.keys.batch(step)
         await self.change_head(
             [Put(key, decision.dump())],
@@ -101,23 +111,37 @@ class StepLog:
         await self.copy_decision(decision)
         return await self.read(step)
 
+    async def end_drawing(self) -> None:
+        """From now on no group is drawn: the cursor stands still until `begin_drawing`."""
+        await self.change_head([Put(self.keys.closed, self.ledger.name)])
+
+    async def begin_drawing(self) -> None:
+        """A run that was closed, or about to be, goes on."""
+        if await self.coordination.get(self.keys.closed) is not None:
+            await self.change_head([Delete(self.keys.closed)])
+
     async def close(self, rows: pa.Table, retired: dict[int, str], reason: str) -> None:
-        """End the run: what is left over is retired by a record of its own, in the transaction that says `done`."""
+        """End the run: what is left over is retired by a record of its own, in the transaction that says `done` and
+        forbids draws. A run may be closed several times: it was given more steps, or more prompts, in between."""
         head, _ = await self.head()
-        puts: list[Operation] = []
+        puts: list[Operation] = [Put(self.keys.closed, self.ledger.name)]
+        new: list[str] = []
         if retired:
-            decision = await self._write_batch(f"closing-{head.decided:09d}", head.decided, rows, [], retired)
-            puts = [Put(f"{self.keys.closings}{step_name(head.decided)}", decision.dump())]
-            path = f"batches/closing-{head.decided:09d}.json"
-            await self.storage.write(path, decision.dump().encode(), overwrite=True)
+            before = sum(d.step == head.decided for d in await self.closings())
+            name = f"{head.decided:09d}-{before:03d}"
+            decision = await self._write_batch(f"closing-{name}", head.decided, rows, [], retired)
+            new = [f"{self.keys.closings}{name}"]
+            puts.append(Put(new[0], decision.dump()))
         consumed = head.consumed_groups + len(retired)
-        await self.change_head(puts, state="done", reason=reason, consumed_groups=consumed, to_retire=0)
+        await self.change_head(puts, new, state="done", reason=reason, consumed_groups=consumed, to_retire=0)
+        if retired:
+            await self.storage.write(closing_path(new[0]), decision.dump().encode(), overwrite=True)
 
     async def _write_batch(
         self, name: str, step: int, rows: pa.Table, trained: Sequence[int], retired: dict[int, str]
     ) -> BatchDecision:
         path = f"batches/{name}-{self.ledger.name}.arrow"
-        data = encode(BATCH, rows.cast(BATCH).combine_chunks().to_batches())
+        data = encoded(rows)
         try:
             await self.storage.write(path, data)
         except AlreadyExists as e:
@@ -136,8 +160,20 @@ class StepLog:
         )
 
     async def closings(self) -> list[BatchDecision]:
-        """What earlier endings of the run retired: a run that was done may have been given more steps."""
-        return [BatchDecision.parse(kv.value) for kv in (await self.coordination.range(self.keys.closings)).items]
+        """What earlier endings of the run retired."""
+        in_etcd = {kv.key: kv.value for kv in (await self.coordination.range(self.keys.closings)).items}
+        return await read_closings(self.storage, in_etcd)
+
+    async def decisions(self) -> list[BatchDecision]:
+        """What each decided step means, in order. Writes the copies that a trainer had no time for."""
+        in_etcd = [BatchDecision.parse(kv.value) for kv in (await self.coordination.range(self.keys.batches)).items]
+        archived = [s.decision for s in await read_archive(self.storage)]
+        copies = {f.path for f in await self.storage.list("batches") if f.path.endswith(".json")}
+        known = {d.step: d for d in (*archived, *in_etcd)}
+        for decision in in_etcd:
+            if decision.step >= len(archived) and decision_path(decision.step) not in copies:
+                await self.copy_decision(decision)
+        return [known[step] for step in sorted(known)]
 
     async def copy_decision(self, decision: BatchDecision) -> None:
         await self.storage.write(f"{decision_path(decision.step)}", decision.dump().encode(), overwrite=True)
@@ -148,8 +184,8 @@ class StepLog:
             return BatchDecision.parse(kv.value)
         return await read_decision(self.storage, step)
 
-    async def read(self, step: int) -> DecidedBatch:
-        return await read_batch(self.storage, await self.decision(step))
+    async def read(self, step: int, experience: Table | None = None) -> DecidedBatch:
+        return await read_batch(self.storage, await self.decision(step), experience)
 
     async def record(
         self, step: int, boot: str, samples: Sequence[dict[str, Any]], metrics: dict[str, Any], version: int,
@@ -199,22 +235,68 @@ def decision_path(step: int) -> str:
     return f"batches/{step:09d}.json"
 
 
+def closing_path(key: str) -> str:
+    """Where the copy of a closing lies: `key` is its name in etcd."""
+    return f"batches/closing-{key.rsplit('/', 1)[-1]}.json"
+
+
 async def read_decision(storage: Storage, step: int) -> BatchDecision:
-    """From the copy beside the batch file."""
+    """From the copy beside the batch file, or from the archive."""
     try:
         return BatchDecision.parse((await storage.read(decision_path(step))).decode())
-    except FileNotFoundError as e:
-        raise StoreError(f"no decision of step {step} in etcd nor at {decision_path(step)}") from e
+    except NotFound:
+        pass
+    try:
+        archived = await read_block(storage, block_path(step))
+    except NotFound as e:
+        raise StoreError(f"no decision of step {step} in etcd, at {decision_path(step)} nor in the archive") from e
+    return archived[step % BLOCK].decision
 
 
-async def read_batch(storage: Storage, decision: BatchDecision) -> DecidedBatch:
-    """Raises CorruptSegment if the file is not byte for byte what was decided."""
-    data = await storage.read(decision.file)
+async def read_closings(storage: Storage, in_etcd: Mapping[str, str]) -> list[BatchDecision]:
+    """Closings by key and value in etcd, and those whose key was removed: their steps are archived."""
+    found = {closing_path(key): BatchDecision.parse(value) for key, value in in_etcd.items()}
+    before = archived_before(await archived_paths(storage))
+    for file in await storage.list("batches"):
+        if (m := CLOSING.fullmatch(file.path)) and int(m[1]) < before and file.path not in found:
+            found[file.path] = BatchDecision.parse((await storage.read(file.path)).decode())
+    return [found[path] for path in sorted(found)]
+
+
+async def read_batch(
+    storage: Storage, decision: BatchDecision, experience: Table | None = None
+) -> DecidedBatch:
+    """A file that was removed since it was old is made again from the experience, if that is given. Raises
+    CorruptSegment if the batch is not byte for byte what was decided."""
+    try:
+        data = await storage.read(decision.file)
+        remedy = "restore the file"
+    except NotFound:
+        if experience is None:
+            raise
+        data = encoded(await batch_rows(experience, uses_of(decision)))
+        remedy = "its file is not there, and the experience gives other bytes: restore the file"
     digest = hashlib.sha256(data).hexdigest()
     if digest != decision.sha256:
         raise CorruptSegment(
             f"{decision.file} has sha256 {digest[:16]}…, decided was {decision.sha256[:16]}…; "
-            f"restore the file, step {decision.step} cannot be trained without it"
+            f"{remedy}, step {decision.step} cannot be trained without it"
         )
     contents = read_segment(data, BATCH, complete=True)
     return DecidedBatch(decision, pa.Table.from_batches(contents.batches, schema=BATCH))
+
+
+def encoded(rows: pa.Table) -> bytes:
+    """A batch file's content. Equal rows give equal bytes."""
+    return encode(BATCH, rows.cast(BATCH).combine_chunks().to_batches())
+
+
+def uses_of(decision: BatchDecision) -> dict[int, str]:
+    return {**dict.fromkeys(decision.trained, "train"), **decision.retired}
+
+
+async def batch_rows(experience: Table, uses: Mapping[int, str]) -> pa.Table:
+    """The committed rows of these groups, with how the step uses them; in an order that only they determine."""
+    rows = await experience.read(filter=f"group IN ({', '.join(str(g) for g in uses)})")
+    rows = rows.append_column("use", pa.array([uses[g] for g in rows["group"].to_pylist()], pa.string()))
+    return rows.sort_by([("group", "ascending"), ("sample", "ascending")])

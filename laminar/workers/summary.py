@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from laminar.buffer.archive import parse_block
 from laminar.buffer.records import BatchDecision
 from laminar.errors import StoreError
 from laminar.workers.display import number
@@ -95,14 +96,18 @@ def evaluations(store: StoreView) -> list[Evaluated]:
 
 
 def decisions(store: StoreView) -> list[BatchDecision]:
-    """All decided batches, by step, from the copies that lie beside the batch files."""
+    """All decided batches, by step, from the archive and the copies that lie beside the batch files."""
+    archived = [step.decision for path, data in store.files("batches", ".jsonl") for step in parse_block(data, path)]
     found = []
     for path, data in store.files("batches", ".json"):
         try:
             found.append(BatchDecision.model_validate_json(data))
         except ValueError as e:
             raise StoreError(f"the copy of a decision at {path} is unreadable: {e}") from e
-    return sorted(found, key=lambda decision: decision.step)
+    # A copy that was archived may not have been deleted yet.
+    seen = {decision.step for decision in archived}
+    found = [decision for decision in found if decision.step not in seen or not decision.trained]
+    return sorted([*archived, *found], key=lambda decision: decision.step)
 
 
 def _fates(store: StoreView, decided: Sequence[BatchDecision]) -> list[Fate]:

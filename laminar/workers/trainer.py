@@ -20,11 +20,11 @@ import pyarrow as pa
 
 from laminar.buffer.coordination import Put
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import BatchDecision, Cursor, EvaluationRequest, TrainerHead, TrainerProgress
+from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead, TrainerProgress
 from laminar.buffer.sampler import REMAINDER, OpenGroups, Outcome, Selection, select, to_retire
 from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.session import Election, Leadership
-from laminar.buffer.steps import DecidedBatch, StepLog, read_decision
+from laminar.buffer.steps import DecidedBatch, StepLog, batch_rows
 from laminar.buffer.table import Table
 from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
 from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
@@ -87,6 +87,8 @@ class Trainer:
         async with self.relays, self.table_head, self.cursor:
             await self._restore()
             head, _ = await self.steps.head()
+            if head.state == "running" and head.decided < self.config.run.max_steps:
+                await self.steps.begin_drawing()
             while head.state == "running":
                 if head.decided >= self.config.run.max_steps:
                     await self._finish(f"{head.decided} steps are trained (run.max_steps)")
@@ -110,8 +112,7 @@ class Trainer:
             log.info("loaded the checkpoint of version %d", info.version)
         if kv is None:
             await self.steps.change_head(checkpoint=-1)
-        for step in range(head.decided):
-            decision = await self._decision(step)
+        for decision in await self.steps.decisions():
             self.open.consume([*decision.trained, *decision.retired])
         for closing in await self.steps.closings():
             self.open.consume(closing.retired)
@@ -126,16 +127,8 @@ class Trainer:
                 await self._offer()
         for step in range(self.learner.version, head.decided):
             log.info("replaying step %d from its decided batch", step)
-            await self._train(await self.steps.read(step))
+            await self._train(await self.steps.read(step, self.experience))
         await self._settle()
-
-    async def _decision(self, step: int) -> BatchDecision:
-        decision = await self.steps.decision(step)
-        try:
-            await read_decision(self.run_info.storage, step)
-        except StoreError:
-            await self.steps.copy_decision(decision)
-        return decision
 
     async def _offer(self) -> None:
         """The first thing a trainer does is to make its weights available: nobody can generate before (a rollout
@@ -235,17 +228,10 @@ class Trainer:
         head, _ = await self.steps.head()
         uses = {**dict.fromkeys(selection.trained, "train"), **selection.retired}
         batch = await self.steps.decide(
-            head.decided, await self._rows_of(uses), selection.trained, dict(selection.retired)
+            head.decided, await batch_rows(self.experience, uses), selection.trained, dict(selection.retired)
         )
         self.open.consume(uses)
         return batch
-
-    async def _rows_of(self, uses: dict[int, str]) -> pa.Table:
-        """The committed rows of these groups, with how the step uses them; in an order that only they determine."""
-        wanted = ", ".join(str(g) for g in uses)
-        rows = await self.experience.read(filter=f"group IN ({wanted})")
-        rows = rows.append_column("use", pa.array([uses[g] for g in rows["group"].to_pylist()], pa.string()))
-        return rows.sort_by([("group", "ascending"), ("sample", "ascending")])
 
     async def _train(self, batch: DecidedBatch) -> None:
         """One optimizer step; its rows are recorded and its version announced while the next batch is sampled."""
@@ -333,8 +319,9 @@ class Trainer:
         await self._settle()
         await until_written(self.clock, "the last checkpoint", self._checkpoint)
         await self._await_evaluations()
+        await self.steps.end_drawing()
         rest = await self._rest()
-        await self.steps.close(await self._rows_of(rest) if rest else EMPTY, rest, reason)
+        await self.steps.close(await batch_rows(self.experience, rest) if rest else EMPTY, rest, reason)
         log.info("the run is done: %s", reason)
 
     async def _await_evaluations(self) -> None:

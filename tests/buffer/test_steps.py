@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from laminar.buffer.archive import ArchivedStep, read_block, write_block
 from laminar.buffer.coordination import Put, Transaction
 from laminar.buffer.experience import Finished
 from laminar.buffer.keys import Keys
@@ -17,10 +18,11 @@ from laminar.buffer.memory import Fault, MemoryEtcd
 from laminar.buffer.partials import Partial
 from laminar.buffer.prompts import locate, order
 from laminar.buffer.records import BatchDecision, Cursor, Incoming, TrainerHead
-from laminar.buffer.schema import STEP_METRICS, STEPS
+from laminar.buffer.schema import EXPERIENCE, STEP_METRICS, STEPS
 from laminar.buffer.segments import read_segment
-from laminar.buffer.steps import BATCH, StepLog, decision_path, read_batch, read_decision
+from laminar.buffer.steps import BATCH, StepLog, batch_rows, decision_path, read_batch, read_decision
 from laminar.buffer.storage import MemoryStorage
+from laminar.buffer.table import MemoryTable
 from laminar.errors import CoordinationUnavailable, CorruptSegment, Fenced, StoreError
 
 KEYS = Keys("run")
@@ -312,7 +314,7 @@ async def test_closing_retires_what_is_left_in_the_transaction_that_says_done(
     await log.close(batch({1: "remainder"}), {1: "remainder"}, "one step is trained")
     head, _ = await log.head()
     assert (head.state, head.reason, head.decided, head.consumed_groups) == ("done", "one step is trained", 1, 2)
-    kv = world.server.get(f"{KEYS.closings}{1:012d}")
+    kv = world.server.get(f"{KEYS.closings}000000001-000")
     assert kv is not None
     closing = BatchDecision.parse(kv.value)
     assert closing.trained == [] and closing.retired == {1: "remainder"}
@@ -325,6 +327,89 @@ async def test_closing_with_nothing_left_writes_no_record(world: World) -> None:
     await log.close(batch({}), {}, "nothing was left")
     assert world.under(KEYS.closings) == [] and (await log.head())[0].state == "done"
     assert await world.storage.list("batches") == []
+
+async def test_a_second_closing_at_the_same_step_keeps_the_first(world: World) -> None:
+    """A run that ended for want of prompts is given more of them, and ends again before another step is decided."""
+    actor, log = await world.trainer()
+    await log.decide(0, batch({0: "train"}), [0], {})
+    await log.close(batch({1: "remainder"}), {1: "remainder"}, "first")
+    actor.kill()
+    _, log = await world.trainer()
+    await log.change_head(state="running")
+    await log.close(batch({2: "error"}), {2: "error"}, "second")
+    assert [c.retired for c in await log.closings()] == [{1: "remainder"}, {2: "error"}]
+    assert (await log.head())[0].consumed_groups == 3
+    for closing in await log.closings():
+        assert (await read_batch(world.storage, closing)).rows.num_rows == 2
+
+
+async def test_nothing_is_drawn_once_a_run_is_closed(world: World) -> None:
+    """A rollout that has not heard of the end would draw groups that nobody ever consumes."""
+    rollout = await world.start(world.server, KEYS, "w")
+    draw = {"groups": lambda cursor: 1, "samples_per_prompt": 2, "version": 0}
+    assert len(await rollout.ledger.draw(**draw)) == 2
+    _, log = await world.trainer()
+    await log.end_drawing()
+    assert await rollout.ledger.draw(**draw) == [] and await rollout.ledger.cursor() == 1
+    await log.close(batch({0: "remainder"}), {0: "remainder"}, "done")
+    assert await rollout.ledger.draw(**draw) == []
+    await log.change_head(state="running")
+    await log.begin_drawing()
+    assert [h.id for h in await rollout.ledger.draw(**draw)] == [(1, 0), (1, 1)]
+    await log.begin_drawing()
+    await log.close(batch({}), {}, "done again, with nothing left")
+    assert await rollout.ledger.draw(**draw) == []
+
+
+# -- old steps --------------------------------------------------------------------------------------------------
+
+
+async def decide_many(log: StepLog, steps: int) -> list[BatchDecision]:
+    return [(await log.decide(n, batch({n: "train"}), [n], {})).decision for n in range(steps)]
+
+
+async def test_a_decision_is_found_in_etcd_beside_its_file_and_in_the_archive(world: World) -> None:
+    actor, log = await world.trainer()
+    decided = await decide_many(log, 4)
+    await write_block(world.storage, [ArchivedStep(decision=d, offered=[]) for d in decided[:2]])
+    for step in range(2):
+        await world.storage.delete(decision_path(step))
+        await actor.coordination.delete(KEYS.batch(step))
+    await world.storage.delete(decision_path(3))
+    assert [await log.decision(step) for step in range(4)] == decided
+    assert await log.decisions() == decided
+    assert await read_decision(world.storage, 3) == decided[3], "its copy was written again"
+    with pytest.raises(StoreError, match="no decision of step 700 in etcd"):
+        await log.decision(700)
+
+
+async def test_a_damaged_archive_is_said(world: World) -> None:
+    _, log = await world.trainer()
+    [decision] = await decide_many(log, 1)
+    path = await write_block(world.storage, [ArchivedStep(decision=decision, offered=["d"])])
+    assert (await read_block(world.storage, path))[0].offered == ["d"]
+    data = await world.storage.read(path)
+    for damaged in (data.replace(b"t1", b"t2"), data[:-2], b"", b"{}\n"):
+        await world.storage.write(path, damaged, overwrite=True)
+        with pytest.raises(CorruptSegment, match=r"steps-000000000-000000499.jsonl is damaged"):
+            await log.decisions()
+
+
+async def test_a_batch_file_that_was_removed_is_made_again_from_the_experience(world: World) -> None:
+    _, log = await world.trainer()
+    rows = batch({0: "train", 1: "no_signal", 2: "train"})
+    experience = MemoryTable(EXPERIENCE)
+    await experience.commit(rows.drop_columns("use").cast(EXPERIENCE), target=1, key="k")
+    uses = {2: "train", 1: "no_signal"}
+    decided = await log.decide(0, await batch_rows(experience, uses), [2], {1: "no_signal"})
+    await world.storage.delete(decided.decision.file)
+    with pytest.raises(StoreError, match="not there"):
+        await log.read(0)
+    assert (await log.read(0, experience)).rows.equals(decided.rows)
+    other = MemoryTable(EXPERIENCE)
+    await other.commit(rows.drop_columns("use").slice(0, 3).cast(EXPERIENCE), target=1, key="k")
+    with pytest.raises(CorruptSegment, match="the experience gives other bytes"):
+        await log.read(0, other)
 
 
 # -- where a resumed run goes on --------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.keys import Keys
 from laminar.buffer.manifest import RunFile
-from laminar.buffer.records import RunManifest, TrainerHead, WorkerRecord
+from laminar.buffer.records import RunManifest, TrainerHead
 from laminar.buffer.schema import FORMAT_VERSION
 from laminar.clock import SystemClock
 from laminar.config import Config
@@ -36,7 +36,7 @@ from laminar.workers.inspect import StoreView
 from laminar.workers.preparation import Plan, plan_run, write_plan
 from laminar.workers.status import read_state, to_snapshot
 from laminar.workers.summary import collect, summary
-from laminar.workers.supervision import Supervised
+from laminar.workers.supervision import Supervised, sign_off
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +209,7 @@ class LocalJob:
                 log_file=logs / f"{name}.log",
                 on_end=self._died,
                 on_event=self._event,
+                is_over=self._is_over,
             )
             for name in names
         ]
@@ -225,12 +226,18 @@ class LocalJob:
 
     async def _forget(self, pid: int) -> None:
         try:
-            for kv in (await self.coordination.range(self.keys.workers_root)).items:
-                record = WorkerRecord.parse(kv.value)
-                if record.pid == pid and record.host == socket.gethostname():
-                    await self.coordination.delete(kv.key)
+            await sign_off(self.coordination, self.keys, host=socket.gethostname(), pid=pid)
         except LaminarError as e:
             self._event(f"could not sign off pid {pid}: {e}; its lease does that in time")
+
+    async def _is_over(self) -> bool:
+        """False while etcd does not say: a worker that is started again asks for itself, and leaves."""
+        try:
+            kv = await self.coordination.get(self.keys.trainer)
+        except LaminarError as e:
+            self._event(f"etcd does not answer: {e}")
+            return False
+        return kv is not None and TrainerHead.parse(kv.value).state != "running"
 
     async def run(self, stop: asyncio.Event, plain: bool) -> int:
         working = [asyncio.create_task(w.run(), name=w.name) for w in self.workers]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from laminar.buffer.coordination import Coordination
+from laminar.buffer.keys import Keys
+from laminar.buffer.records import WorkerRecord
 from laminar.errors import LaminarError
 from laminar.workers.children import Child
 
@@ -41,13 +44,23 @@ class RestartPolicy:
         return float(min(FIRST_BACKOFF_S * 2**self.quick_crashes, MAX_BACKOFF_S))
 
 
+async def sign_off(coordination: Coordination, keys: Keys, *, host: str, pid: int) -> None:
+    """Revoke the leases of a process of this host that has ended: whatever it led and owned is free at once, instead
+    of when they expire. Raises CoordinationError if etcd cannot be told."""
+    for kv in (await coordination.range(keys.workers_root)).items:
+        record = WorkerRecord.parse(kv.value)
+        if record.pid == pid and record.host == host:
+            await coordination.revoke(kv.lease)
+
+
 class GaveUp(LaminarError):
     """A worker crashed again and again: its last error is in the message."""
 
 
 @dataclass
 class Supervised:
-    """A worker process that is started again when it dies. `on_end(pid)` is told of each death at once."""
+    """A worker process that is started again when it dies. `on_end(pid)` is told of each death at once; `is_over()`
+    says whether a worker that ended with 0 did so because the run is over: somebody may also have sent it SIGTERM."""
 
     kind: str
     name: str
@@ -55,13 +68,14 @@ class Supervised:
     log_file: Path
     on_end: Callable[[int], None]
     on_event: Callable[[str], None]
+    is_over: Callable[[], Awaitable[bool]]
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     child: Child | None = None
     stopping: bool = False
     finished: bool = False
 
     async def run(self) -> None:
-        """Until the worker ends with 0, or is stopped. Raises GaveUp."""
+        """Until the run is over, or the worker is stopped. Raises GaveUp."""
         loop = asyncio.get_running_loop()
         while not self.stopping:
             started = loop.time()
@@ -73,16 +87,17 @@ class Supervised:
             code = await self.child.wait()
             self.child.kill_group()
             self.on_end(self.child.pid)
-            if code == 0 or self.stopping:
+            if self.stopping or (code == 0 and await self.is_over()):
                 self.finished = True
                 return
-            pause = self.policy.ended(loop.time() - started, killed=code in (-9, -15))
+            pause = self.policy.ended(loop.time() - started, killed=code in (0, -9, -15))
             if pause is None:
                 raise GaveUp(
                     f"{self.name} crashed {self.policy.quick_crashes} times within {QUICK_S:.0f} s of its start, the "
                     f"last time with exit code {code}. Its last lines ({self.log_file}):\n{self.tail()}"
                 )
             how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
+            how = how if code else "left the run"
             self.on_event(f"{self.name} {how}; starting it again in {pause:.1f} s")
             if code > 0:
                 self.on_event(self.tail(3))

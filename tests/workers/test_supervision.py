@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from laminar.workers.supervision import MAX_QUICK_CRASHES, GaveUp, RestartPolicy, Supervised
+from laminar.buffer.keys import Keys
+from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
+from laminar.buffer.records import WorkerRecord
+from laminar.buffer.session import Election, Membership, Session
+from laminar.workers.supervision import MAX_QUICK_CRASHES, GaveUp, RestartPolicy, Supervised, sign_off
 
 
 def test_quick_crashes_back_off_and_end() -> None:
@@ -25,8 +30,15 @@ def test_a_long_life_or_a_kill_forgives() -> None:
         assert policy.ended(1000.0, killed=False) is not None
 
 
-def supervised(command: list[str], tmp_path: Path, ended: list[int], events: list[str]) -> Supervised:
-    return Supervised("x", "x-0", command, tmp_path / "x.log", ended.append, events.append)
+def supervised(
+    command: list[str], tmp_path: Path, ended: list[int], events: list[str], over: Sequence[bool] = (True,)
+) -> Supervised:
+    answers = iter(over)
+
+    async def is_over() -> bool:
+        return next(answers)
+
+    return Supervised("x", "x-0", command, tmp_path / "x.log", ended.append, events.append, is_over)
 
 
 async def test_giving_up_shows_the_last_error(tmp_path: Path) -> None:
@@ -39,8 +51,33 @@ async def test_giving_up_shows_the_last_error(tmp_path: Path) -> None:
     assert any("exit code 1" in e for e in events)
 
 
+async def test_a_worker_that_was_asked_to_leave_a_living_run_is_started_again(tmp_path: Path) -> None:
+    """A SIGTERM from outside ends a worker with 0; a run without its trainer would wait for ever."""
+    ended: list[int] = []
+    events: list[str] = []
+    worker = supervised([sys.executable, "-c", ""], tmp_path, ended, events, over=(False, True))
+    await worker.run()
+    assert worker.finished and len(ended) == 2
+    assert events == ["x-0 left the run; starting it again in 0.5 s"]
+
+
 async def test_an_end_with_zero_is_the_end(tmp_path: Path) -> None:
     ended: list[int] = []
     worker = supervised([sys.executable, "-c", ""], tmp_path, ended, [])
     await worker.run()
     assert worker.finished and len(ended) == 1
+
+
+async def test_signing_off_frees_all_that_a_dead_process_held_at_once() -> None:
+    """Its leadership too, which would else block a successor until the lease expires."""
+    coordination, keys = MemoryCoordination(MemoryEtcd()), Keys("a-run")
+    session = await Session.open(coordination, 60.0)
+    record = WorkerRecord(kind="trainer", id="trainer-here-7-aa", host="here", pid=7, started_at_us=0)
+    await Membership.join(session, coordination, keys, record)
+    await Election(coordination, session, keys.leader("trainer"), record.id).campaign()
+    await sign_off(coordination, keys, host="elsewhere", pid=7)
+    assert await coordination.get(keys.leader("trainer")) is not None
+    await sign_off(coordination, keys, host="here", pid=7)
+    assert await coordination.get(keys.leader("trainer")) is None
+    assert await coordination.get(keys.worker("trainer", record.id)) is None
+    await session.close()

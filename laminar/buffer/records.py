@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -64,6 +64,10 @@ class WorkerRecord(Record):
     pid: int
     endpoint: str = ""
     started_at_us: int
+    links: dict[str, str] = {}
+    """Relays only: where other relays reach this one, by name of the transport (`tcp`: HOST:PORT)."""
+    rack: str = ""
+    """Relays only: a label; relays of one rack are neighbours in the chain."""
 
 
 class LeaderRecord(Record):
@@ -126,6 +130,9 @@ class BatchDecision(Record):
     trained: list[int]
     retired: dict[int, str]
     decided_by: str
+    settings: dict[str, Any] = {}
+    """What of the config shapes the optimizer step (learning rate, clipping, …), by the config's keys: a resume may
+    change the config, and the step is trained again as it was."""
 
 
 class TrainerHead(Record):
@@ -153,6 +160,13 @@ class WeightsHead(Record):
     layout_digest: str
     bytes: int
     master: str
+
+
+class ChainRecord(Record):
+    """The order of the living relays, as the manager planned it; `epoch` grows by one at each change."""
+
+    epoch: int
+    order: list[str]
 
 
 class EvaluationRequest(Record):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from laminar.relay.layout import Layout
 
@@ -58,8 +58,21 @@ class Learner(Protocol):
         """Of the weights as published (names, dtypes and shapes of the Hugging Face model)."""
         ...
 
-    def train(self, batch: Sequence[Sample]) -> StepResult:
-        """One optimizer step on whole groups: `version` grows by one. Raises LaminarError on non-finite gradients."""
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What of the config shapes the steps to come, by the config's keys; JSON values."""
+        ...
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Use these settings from the next step on; those that are not named stay. Raises ConfigError."""
+        ...
+
+    def train(self, batch: Sequence[Sample], fresh: Callable[[], Sequence[Sample]] | None = None) -> StepResult:
+        """One optimizer step on whole groups: `version` grows by one. Raises LaminarError on non-finite gradients.
+
+        `fresh`, called just before the weights change, gives trajectories sampled under the very weights that the
+        step starts from (none if there are none): the engine's logprobs are compared on them. They train nothing.
+        """
         ...
 
     def stage(self) -> float:
@@ -75,6 +88,10 @@ class Learner(Protocol):
         ...
 
     def load(self, folder: Path) -> None: ...
+
+    def verify(self, folder: Path) -> None:
+        """Raise WeightsError if `load` would; change nothing."""
+        ...
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder (model and tokenizer) that `from_pretrained` opens."""

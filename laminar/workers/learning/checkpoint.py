@@ -45,7 +45,13 @@ def write(folder: Path, state: LearnerState, master: Mapping[str, Tensor], momen
 
 
 def read(folder: Path) -> tuple[LearnerState, dict[str, Tensor], dict[str, Tensor]]:
-    """State, master weights and moments (on the CPU). Raises WeightsError if a file is missing, damaged or unknown."""
+    """State, master weights and moments (on the CPU). Raises as `verify`."""
+    state = verify(folder)
+    return state, load_file(folder / MASTER), load_file(folder / OPTIMIZER)
+
+
+def verify(folder: Path) -> LearnerState:
+    """Read every byte. Raises WeightsError if a file is missing, damaged or unknown."""
     try:
         record = json.loads((folder / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -59,7 +65,7 @@ def read(folder: Path) -> tuple[LearnerState, dict[str, Tensor], dict[str, Tenso
     promised = record.get("blake3")
     for name in (MASTER, OPTIMIZER):
         _verify(folder / name, promised.get(name) if isinstance(promised, dict) else None)
-    return state, load_file(folder / MASTER), load_file(folder / OPTIMIZER)
+    return state
 
 
 def _state(folder: Path, values: object) -> LearnerState:

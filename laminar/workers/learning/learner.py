@@ -11,16 +11,13 @@ version grows all the same. The same state, batch and hardware give the same bit
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from laminar.config import TrainerConfig
 from laminar.errors import ConfigError, LaminarError, WeightsError
@@ -28,10 +25,14 @@ from laminar.relay.layout import Layout
 from laminar.relay.tensors import copy_into, layout_of
 from laminar.workers.learning import checkpoint
 from laminar.workers.learning.advantages import compute_advantages
+from laminar.workers.learning.agreement import engine_kl
 from laminar.workers.learning.base import Sample, StepResult
-from laminar.workers.learning.batching import MicroBatch, Row, pack
-from laminar.workers.learning.forward import PAD, Prompted, can_share_prompts, score
+from laminar.workers.learning.batching import MicroBatch, pack
+from laminar.workers.learning.forward import can_share_prompts, score
+from laminar.workers.learning.inputs import assemble, check_batch, row_of, scored_mask
+from laminar.workers.learning.loading import cast_parameters, load_model, set_process
 from laminar.workers.learning.losses import kl_k3, policy_loss, token_weights
+from laminar.workers.learning.settings import settings_of, with_settings
 from laminar.workers.learning.tally import Tally, batch_metrics
 from laminar.workers.models import copy_tokenizer, tensor_names
 
@@ -64,20 +65,16 @@ class TorchLearner:
                 f"trainer.warmup_steps = {config.warmup_steps} is not below run.max_steps = {total_steps}: the "
                 "learning rate would never reach its peak; shorten the warm-up"
             )
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        _set_determinism(config.deterministic)
+        set_process(config)
         self.config = config
         self._folder = model_folder
         self._temperature = temperature
         self._dtype = getattr(torch, dtype)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = _load_model(model_folder, torch.float32).to(self._device)
+        self._model = load_model(model_folder, torch.float32).to(self._device)
         self._masters = self._split_masters()
-        self._reference = self._load_reference() if config.kl_coefficient > 0 else None
-        self._share = config.share_prompts and can_share_prompts(self._model)
-        if config.share_prompts and not self._share:
-            log.warning("trainer.share_prompts is off: %s has layers without full attention", model_folder.name)
+        self._reference: Any = None
+        self._prepare()
         self._optimizer = torch.optim.AdamW(
             self._masters.values(),
             lr=config.learning_rate,
@@ -98,13 +95,35 @@ class TorchLearner:
     def layout(self) -> Layout:
         return self._layout
 
-    def train(self, batch: Sequence[Sample]) -> StepResult:
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.config, self._temperature)
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """See `base.Learner.configure`; process-wide effects as at the start."""
+        if {**self.settings, **settings} == self.settings:
+            return
+        self.config, self._temperature = with_settings(self.config, self._temperature, settings)
+        set_process(self.config)
+        for group in self._optimizer.param_groups:
+            group.update(betas=self.config.betas, weight_decay=self.config.weight_decay)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What the config asks for beside the model itself."""
+        if self.config.kl_coefficient > 0 and self._reference is None:
+            self._reference = self._load_reference()
+        self._share = self.config.share_prompts and can_share_prompts(self._model)
+        if self.config.share_prompts and not self._share:
+            log.warning("trainer.share_prompts is off: %s has layers without full attention", self._folder.name)
+
+    def train(self, batch: Sequence[Sample], fresh: Callable[[], Sequence[Sample]] | None = None) -> StepResult:
         """See `base.Learner.train`. An update with a non-finite gradient is skipped, and said in `skipped_nonfinite`.
 
         A batch without any trajectory is legal (every group of the step was retired): no update, one version more.
         Raises LaminarError for a malformed trajectory, naming it, and on the third non-finite gradient in a row.
         """
-        check_batch(batch, vocabulary=self._model.get_input_embeddings().num_embeddings)
+        self._check(batch)
         self._cast()
         started = self._now()
         rewards = torch.tensor([s.reward for s in batch], dtype=torch.float32)
@@ -112,17 +131,20 @@ class TorchLearner:
         advantages = compute_advantages(self.config.advantage, rewards, groups)
         tally, trained_tokens = self._accumulate(batch, advantages.values, advantages.no_signal)
         computed = self._now()
+        agreement = self._agreement(batch, tally, fresh)
+        agreed = self._now()
         outcome = self._update() if trained_tokens else {"grad_norm": None, "skipped_nonfinite": 0.0}
-        fresh = frozenset(i for i, s in enumerate(batch) if s.version == self._version)
         metrics: dict[str, float | None] = {
             **batch_metrics(batch),
-            **tally.metrics(fresh, with_reference=self._reference is not None),
+            **tally.metrics(with_reference=self.config.kl_coefficient > 0),
+            **agreement,
             **outcome,
             "learning_rate": self._learning_rate(),
             "no_signal_groups": float(len(advantages.no_signal)),
             "tokens": float(trained_tokens),
             "forward_backward_s": computed - started,
-            "optimizer_s": self._now() - computed,
+            "agreement_s": agreed - computed,
+            "optimizer_s": self._now() - agreed,
         }
         values = advantages.values.tolist()
         stats = [tally.stats(i, s, values[i]) for i, s in enumerate(batch)]
@@ -154,14 +176,20 @@ class TorchLearner:
         }
         checkpoint.write(folder, state, {name: m.detach() for name, m in self._masters.items()}, moments)
 
-    def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote. Raises WeightsError, changing nothing, if it is damaged or foreign."""
-        state, masters, moments = checkpoint.read(folder)
+    def verify(self, folder: Path) -> None:
+        self._require_own(folder, checkpoint.verify(folder))
+
+    def _require_own(self, folder: Path, state: checkpoint.LearnerState) -> None:
         if state.layout_digest != self._layout.digest:
             raise WeightsError(
                 f"the checkpoint {folder} is of a model with layout {state.layout_digest[:12]} in {state.dtype}, the "
                 f"present one has {self._layout.digest[:12]} in {self._dtype}; model and dtype may not change in a run"
             )
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote. Raises WeightsError, changing nothing, if it is damaged or foreign."""
+        state, masters, moments = checkpoint.read(folder)
+        self._require_own(folder, state)
         # A parameter without a gradient so far has no moments.
         moved = {name for name in self._masters if f"exp_avg.{name}" in moments}
         expected = {f"{kind}.{name}" for name in moved for kind in ("exp_avg", "exp_avg_sq")}
@@ -193,10 +221,7 @@ class TorchLearner:
         skip = self.config.skip_no_signal
         computed = [i for i, mask in enumerate(masks) if bool(mask.any()) and (in_loss[i] or not skip)]
         tokens = sum(int(mask.sum()) for mask, kept in zip(masks, in_loss, strict=True) if kept)
-        rows = [
-            Row(i, (batch[i].group, tuple(batch[i].prompt_ids)), len(batch[i].prompt_ids), len(masks[i]))
-            for i in computed
-        ]
+        rows = [row_of(i, batch[i], masks[i]) for i in computed]
         tally = Tally()
         for micro in pack(rows, budget=self.config.micro_batch_tokens, share_prompts=self._share):
             loss = self._micro_loss(batch, masks, micro, advantages, in_loss, tokens, sum(in_loss), tally)
@@ -205,11 +230,8 @@ class TorchLearner:
         return tally, tokens
 
     def _trained_mask(self, sample: Sample) -> Tensor:
-        """bool [length]: the tokens that the loss may use, cut after the last: nothing later can influence it."""
-        mask = torch.tensor(sample.policy_mask, dtype=torch.bool)
-        if self.config.mask_truncated and sample.truncated:
-            mask = torch.zeros_like(mask)
-        return mask[: int(mask.nonzero().max()) + 1] if bool(mask.any()) else mask[:0]
+        """bool [length]: the tokens that the loss may use."""
+        return scored_mask(sample)[: 0 if self.config.mask_truncated and sample.truncated else None]
 
     def _micro_loss(
         self,
@@ -224,12 +246,9 @@ class TorchLearner:
     ) -> Tensor:
         """The part of the step's loss that these rows make, a scalar; `tally` gets their sums."""
         order = micro.rows
-        place = {row: n for n, row in enumerate(order)}
-        prompts = [Prompted(batch[b.rows[0]].prompt_ids, [place[row] for row in b.rows]) for b in micro.blocks]
-        ids = self._padded([torch.tensor(batch[i].token_ids[: len(masks[i])]) for i in order], PAD)
-        mask = self._padded([masks[i] for i in order], False)
-        behaviour = self._padded([torch.tensor(batch[i].behaviour_logprobs[: len(masks[i])]) for i in order], 0.0)
-        scores = score(self._model, prompts, ids, mask, temperature=self._temperature)
+        inputs = assemble(batch, masks, micro, self._device)
+        mask, behaviour = inputs.mask, inputs.behaviour
+        scores = score(self._model, inputs.prompts, inputs.ids, mask, temperature=self._temperature)
         terms = policy_loss(
             scores.logprobs,
             behaviour,
@@ -243,10 +262,10 @@ class TorchLearner:
         kept = torch.tensor([in_loss[i] for i in order], device=self._device)
         weights = token_weights(mask & kept[:, None], self.config.aggregation, tokens=tokens, sequences=sequences)
         reference_kl = torch.zeros_like(scores.logprobs)
-        if self._reference is not None:
+        if self.config.kl_coefficient > 0:
             with torch.no_grad():
-                reference = score(self._reference, prompts, ids, mask, temperature=self._temperature).logprobs
-            reference_kl = kl_k3(scores.logprobs, reference, mask)
+                reference = score(self._reference, inputs.prompts, inputs.ids, mask, temperature=self._temperature)
+            reference_kl = kl_k3(scores.logprobs, reference.logprobs, mask)
         tally.add(
             order,
             mask,
@@ -260,6 +279,30 @@ class TorchLearner:
             reference_kl=reference_kl,
         )
         return ((terms.token_loss + self.config.kl_coefficient * reference_kl) * weights).sum()
+
+    def _agreement(
+        self, batch: Sequence[Sample], tally: Tally, fresh: Callable[[], Sequence[Sample]] | None
+    ) -> dict[str, float | None]:
+        """The engine's logprobs against these weights: on the batch's rows of this version, else on fresh ones."""
+        kl, count = tally.engine_kl(i for i, s in enumerate(batch) if s.version == self._version)
+        samples = fresh() if fresh is not None and not count else ()
+        if samples:
+            self._check(samples)
+            stale = [s for s in samples if s.version != self._version]
+            if stale:
+                raise LaminarError(
+                    f"trajectory {stale[0].group}-{stale[0].sample} is of version {stale[0].version}, to be compared "
+                    f"with version {self._version}"
+                )
+            count = len(samples)
+            kl = engine_kl(
+                self._model, samples, temperature=self._temperature, budget=self.config.micro_batch_tokens,
+                share_prompts=self._share, device=self._device,
+            )  # fmt: skip
+        return {"kl_engine_trainer": kl, "kl_engine_trainer_trajectories": float(count)}
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        check_batch(samples, vocabulary=self._model.get_input_embeddings().num_embeddings)
 
     def _update(self) -> dict[str, float | None]:
         """Clip and step; gradients are dropped whatever happens."""
@@ -293,7 +336,7 @@ class TorchLearner:
         if self._dtype == torch.float32:
             return parameters
         masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-        _cast_parameters(self._model, self._dtype)
+        cast_parameters(self._model, self._dtype)
         return masters
 
     def _published_tensors(self) -> dict[str, Tensor]:
@@ -317,8 +360,8 @@ class TorchLearner:
 
     def _load_reference(self) -> Any:
         """The initial policy, frozen: `model_folder` stays what it was at step 0, also after a resume."""
-        reference = _load_model(self._folder, torch.float32).to(self._device).requires_grad_(False)
-        _cast_parameters(reference, self._dtype)
+        reference = load_model(self._folder, torch.float32).to(self._device).requires_grad_(False)
+        cast_parameters(reference, self._dtype)
         return reference
 
     def _gather_gradients(self) -> None:
@@ -338,59 +381,7 @@ class TorchLearner:
                 parameter.copy_(master)
         self._stale = False
 
-    def _padded(self, rows: Sequence[Tensor], fill: float) -> Tensor:
-        return nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=fill).to(self._device)
-
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def check_batch(batch: Sequence[Sample], *, vocabulary: int) -> None:
-    """Raises LaminarError naming the first trajectory that cannot be trained on, and what is wrong with it."""
-    seen: set[tuple[int, int]] = set()
-    for s in batch:
-        name = f"trajectory {s.group}-{s.sample}"
-        if (s.group, s.sample) in seen:
-            raise LaminarError(f"{name} is twice in the batch")
-        seen.add((s.group, s.sample))
-        lengths = {len(s.token_ids), len(s.policy_mask), len(s.behaviour_logprobs)}
-        if len(lengths) != 1:
-            raise LaminarError(
-                f"{name} has {len(s.token_ids)} tokens, {len(s.policy_mask)} mask entries and "
-                f"{len(s.behaviour_logprobs)} logprobs; they must be equally many"
-            )
-        if not s.prompt_ids:
-            raise LaminarError(f"{name} has an empty prompt; nothing predicts its first token")
-        highest = max((*s.prompt_ids, *s.token_ids))
-        if highest >= vocabulary or min((*s.prompt_ids, *s.token_ids)) < 0:
-            raise LaminarError(f"{name} has a token outside the model's vocabulary of {vocabulary}, such as {highest}")
-        for at, (logprob, policy) in enumerate(zip(s.behaviour_logprobs, s.policy_mask, strict=True)):
-            if policy and not -float("inf") < logprob < float("inf"):
-                raise LaminarError(f"{name} has the behaviour logprob {logprob} at token {at}; it must be finite")
-
-
-def _load_model(folder: Path, dtype: torch.dtype) -> Any:
-    # Its bars of a second would break up the lines of the log, at each export as well.
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
-    )
-    # No dropout: logprobs must be those of the policy that the engine samples from.
-    return model.eval()
-
-
-def _cast_parameters(model: Any, dtype: torch.dtype) -> None:
-    """Parameters only: `model.to(dtype)` would round the rotary frequencies as well, which engines keep in float32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _set_determinism(deterministic: bool) -> None:
-    if deterministic:
-        # cuBLAS reads it at its first use; without it the deterministic mode refuses matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Filling fresh memory only helps code that reads what nobody wrote, and costs a pass over each activation.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(deterministic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,16 +70,20 @@ class Tally:
         for index, values in zip(indexes, torch.stack(columns, 1).tolist(), strict=True):
             self.rows[index] = RowSums(*values)
 
-    def metrics(self, fresh: frozenset[int], *, with_reference: bool) -> dict[str, float | None]:
-        """Means over all scored tokens of the step; `fresh`: indexes of rows sampled under the very weights trained."""
+    def engine_kl(self, fresh: Iterable[int]) -> tuple[float | None, int]:
+        """Mean over the tokens of those rows (None without any), and how many of them were computed. `fresh`: indexes
+        of rows sampled under the very weights trained; of others the difference would be staleness."""
+        rows = [self.rows[index] for index in fresh if index in self.rows]
+        return _over(math.fsum(r.engine_kl for r in rows), sum(r.tokens for r in rows)), len(rows)
+
+    def metrics(self, *, with_reference: bool) -> dict[str, float | None]:
+        """Means over all scored tokens of the step."""
         rows = list(self.rows.values())
         tokens = sum(r.tokens for r in rows)
-        on_policy = [r for index, r in self.rows.items() if index in fresh]
-        on_policy_tokens = sum(r.tokens for r in on_policy)
         metrics = {
             "policy_loss": math.fsum(r.weighted_loss for r in rows) if rows else None,
             "entropy": _over(math.fsum(r.entropy for r in rows), tokens),
-            "kl_engine_trainer": _over(math.fsum(r.engine_kl for r in on_policy), on_policy_tokens),
+            "kl_behaviour": _over(math.fsum(r.engine_kl for r in rows), tokens),
             "ratio_mean": _over(math.fsum(r.ratio for r in rows), tokens),
             "ratio_min": min((r.ratio_min for r in rows), default=None),
             "ratio_max": max((r.ratio_max for r in rows), default=None),

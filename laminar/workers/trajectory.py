@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from laminar.buffer.claims import Held
@@ -68,7 +68,14 @@ class Trajectory:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_mask += [True] * len(token_ids)
-        self._log("policy", token_ids, logprobs, at, offset=offset)
+        if self.pending and self._goes_on(self.pending[-1], offset):
+            # A row for each token would cost more than all the rest of streaming: one grows until it is flushed.
+            row = self.pending[-1]
+            row.token_ids += token_ids
+            row.logprobs += logprobs
+            row.at = at
+        else:
+            self._log("policy", token_ids, logprobs, at, offset=offset)
 
     def generation_ended(self, reason: str, at: int) -> None:
         """From here on nobody may generate in this turn again, once the row is durable."""
@@ -135,16 +142,21 @@ class Trajectory:
     def _kept_state(self) -> str:
         return json.dumps({"state": self.environment_state, "messages": self.messages})
 
+    def _goes_on(self, row: PartialRow, offset: int) -> bool:
+        """Whether policy tokens at `offset` can be added to this pending row."""
+        return (
+            row.role == "policy"
+            and bool(row.token_ids)
+            and row.offset + len(row.token_ids) == offset
+            and row.term == self.held.claim.term
+            and (row.version, row.worker, row.digest) == (self.version, self.worker, self.digest)
+            and (row.turn, row.turn_state, row.finish_reason) == (self.turn, self.turn_state, self.finish_reason)
+        )
+
     def take_pending(self) -> list[PartialRow]:
-        """Rows for the log since the last call, neighbouring policy rows joined."""
+        """Rows for the log since the last call; from now on they do not change."""
         rows, self.pending = self.pending, []
-        joined: list[PartialRow] = []
-        for row in rows:
-            if joined and row.token_ids and _continues(joined[-1], row):
-                joined[-1] = _join(joined[-1], row)
-            else:
-                joined.append(row)
-        return joined
+        return rows
 
     def all_rows(self, at: int) -> list[PartialRow]:
         """Everything again under this owner's term: what an adoption or a rotation of the log writes."""
@@ -212,15 +224,6 @@ class Trajectory:
         """Policy tokens of each turn."""
         runs = _runs(self.policy_mask, [])
         return [self.token_ids[start:stop] for start, stop, policy in runs if policy]
-
-
-def _continues(a: PartialRow, b: PartialRow) -> bool:
-    same = (a.role, a.turn, a.version, a.worker, a.term) == (b.role, b.turn, b.version, b.worker, b.term)
-    return same and a.role == "policy" and bool(a.token_ids) and a.offset + len(a.token_ids) == b.offset
-
-
-def _join(a: PartialRow, b: PartialRow) -> PartialRow:
-    return replace(b, offset=a.offset, token_ids=[*a.token_ids, *b.token_ids], logprobs=[*a.logprobs, *b.logprobs])
 
 
 def _runs(mask: Sequence[bool], cuts: Sequence[int]) -> list[tuple[int, int, bool]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -128,32 +128,37 @@ class PromptLimits:
 
 @dataclass
 class PromptReport:
-    """What `validate_rows` left out: numbers by reason, and the first rows of each with an excerpt."""
+    """What `validate_rows` left out: numbers by reason (a phrase that fits any number), and the first rows of each with
+    an excerpt."""
 
     rows: int = 0
     kept: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
-    def drop(self, reason: str, row: int, value: Any) -> None:
+    def drop(self, reason: str, place: str, value: Any) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         shown = self.examples.setdefault(reason, [])
         if len(shown) < MAX_EXAMPLES:
-            shown.append(f"row {row}: {value!r:.60}")
+            shown.append(f"{place}: {value!r:.60}")
 
     def describe(self) -> str:
-        lines = [f"{self.kept} of {self.rows} prompts are usable"]
-        lines += [f"{count} {reason} ({'; '.join(self.examples[reason])})" for reason, count in self.dropped.items()]
-        return "; ".join(lines)
+        left_out = [f"{count} {reason} ({'; '.join(self.examples[reason])})" for reason, count in self.dropped.items()]
+        usable = f"{self.kept} of {self.rows} prompts are usable"
+        return f"{usable}; left out: {', '.join(left_out)}" if left_out else usable
+
+
+def _numbered(row: int) -> str:
+    return f"row {row}"
 
 
 def validate_rows(
-    raw: Iterable[Mapping[str, Any]], limits: PromptLimits | None = None
+    raw: Iterable[Mapping[str, Any]], limits: PromptLimits | None = None, *, place: Callable[[int], str] = _numbered
 ) -> tuple[pa.Table, PromptReport]:
     """Usable rows, numbered from 0 in their order, as a table of schema PROMPTS, and a report of the others.
 
-    `prompt` may be text, UTF-8 bytes or a list of messages; `metadata` a mapping or JSON. Raises ConfigError if
-    nothing is left.
+    `prompt` may be text, UTF-8 bytes or a list of messages; `metadata` a mapping or JSON. `place` says where the n-th
+    of `raw` stands in its source. Raises ConfigError if nothing is left.
     """
     limits = limits or PromptLimits()
     report = PromptReport()
@@ -164,9 +169,9 @@ def validate_rows(
         values = {name: source.get(name) for name in TEXT_COLUMNS}
         reason, row = _clean(values, limits)
         if reason is None and (content := hashlib.sha256(row["prompt"].encode()).digest()) in seen:
-            reason = "duplicates of an earlier prompt"
+            reason = "the same as an earlier prompt"
         if reason is not None:
-            report.drop(reason, number, values["prompt"])
+            report.drop(reason, place(number), values["prompt"])
             continue
         seen.add(content)
         clean.append({"prompt_index": len(clean), **row})
@@ -179,18 +184,18 @@ def validate_rows(
 def _clean(values: dict[str, Any], limits: PromptLimits) -> tuple[str | None, dict[str, Any]]:
     """(why the row is not usable or None, its columns as text)."""
     if values["prompt"] is None:
-        return "have no prompt", values
+        return "without a prompt", values
     try:
         row = {name: _text(value) for name, value in values.items()}
         size = sum(len(text.encode()) for text in row.values() if text is not None)
     except UnicodeError:
-        return "are not UTF-8", values
+        return "not UTF-8", values
     if not (row["prompt"] or "").strip() or values["prompt"] == []:
-        return "are empty", row
+        return "empty", row
     if size > limits.max_bytes:
-        return f"have more than {limits.max_bytes} bytes", row
+        return f"of more than {limits.max_bytes} bytes", row
     metadata = row["metadata"] = row["metadata"] or "{}"
-    return (None if _is_object(metadata) else "have metadata that is no JSON object"), row
+    return (None if _is_object(metadata) else "with metadata that are no JSON object"), row
 
 
 def _is_object(text: str) -> bool:

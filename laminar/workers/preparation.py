@@ -62,7 +62,7 @@ async def plan_run(config: Config) -> Plan:
     await _check_space(storage)
     existing = await read_run(storage) if await storage.exists(PATH) else None
     folder = await asyncio.to_thread(resolve_model, config.model.path)
-    prompts = await asyncio.to_thread(load_prompts, config.prompts, config.evaluation)
+    prompts = await asyncio.to_thread(load_prompts, config.prompts, config.evaluation, reward=_scoring_reward(config))
     train, held_out, note = await _fitting(config, folder, prompts)
     model = await asyncio.to_thread(fingerprint, folder)
     fingerprints = Fingerprints(
@@ -77,6 +77,11 @@ async def plan_run(config: Config) -> Plan:
     if existing is not None:
         compare_for_resume(existing, config.model_dump(mode="json"), fingerprints, FROZEN, step=0)
     return plan
+
+
+def _scoring_reward(config: Config) -> str:
+    """The reward that scores the prompts; empty if an environment of the user's own may do it in another way."""
+    return "" if ":" in config.environment.name else config.reward.name
 
 
 async def _check_space(storage: Storage) -> None:

@@ -111,24 +111,24 @@ def test_unusable_rows_are_counted_and_named() -> None:
     assert rows["metadata"].to_pylist() == ['{"level": 1}', "{}", "{}"]
     assert report.rows == 14 and report.kept == 3
     assert report.dropped == {
-        "have no prompt": 2,
-        "are empty": 2,
-        "duplicates of an earlier prompt": 1,
-        "are not UTF-8": 2,
-        "have more than 100 bytes": 2,
-        "have metadata that is no JSON object": 2,
+        "without a prompt": 2,
+        "empty": 2,
+        "the same as an earlier prompt": 1,
+        "not UTF-8": 2,
+        "of more than 100 bytes": 2,
+        "with metadata that are no JSON object": 2,
     }
-    assert "3 of 14 prompts are usable; 2 have no prompt (row 1: None; row 2: None)" in report.describe()
+    assert "3 of 14 prompts are usable; left out: 2 without a prompt (row 1: None; row 2: None), 2 empty (row 3" in report.describe()
 
 
 def test_of_many_bad_rows_the_first_are_shown() -> None:
     _, report = validate_rows([{"prompt": "good"}, *({"prompt": ""} for _ in range(1000))])
-    assert report.dropped == {"are empty": 1000}
-    assert report.examples["are empty"] == ["row 1: ''", "row 2: ''", "row 3: ''"]
+    assert report.dropped == {"empty": 1000}
+    assert report.examples["empty"] == ["row 1: ''", "row 2: ''", "row 3: ''"]
 
 
 def test_an_empty_pool_is_a_config_error_that_says_why() -> None:
-    with pytest.raises(ConfigError, match="0 of 2 prompts are usable; 2 are empty"):
+    with pytest.raises(ConfigError, match="0 of 2 prompts are usable; left out: 2 empty"):
         validate_rows([{"prompt": ""}, {"prompt": " "}])
     with pytest.raises(ConfigError, match="0 of 0"):
         validate_rows([])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from laminar.buffer.prompts import validate_rows
+from laminar.buffer.prompts import MAX_EXAMPLES, validate_rows
 from laminar.config import EvaluationConfig, PromptsConfig
 from laminar.errors import ConfigError
 from laminar.workers.environments.files import read_rows
@@ -35,7 +35,8 @@ _LETTERS = "abcdefghij"
 
 @dataclass
 class SourceReport:
-    """What became of a source's rows. `left_out` counts by reason, `examples` names a few of them."""
+    """What became of a source's rows. `left_out` counts by reason, `examples` says where the first of each stand: a
+    line of a file of lines (from 1), a row of a table (from 0)."""
 
     source: str
     drawn: int = 0
@@ -43,19 +44,25 @@ class SourceReport:
     train: int = 0
     held_out: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    examples: list[str] = field(default_factory=list)
+    examples: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def leave_out(self, reason: str, example: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
-        if self.left_out[reason] <= 3:
-            self.examples.append(f"{example}: {reason}")
+        if self.left_out[reason] <= MAX_EXAMPLES:
+            self.examples.setdefault(reason, []).append(example)
+
+    def told(self) -> str:
+        """`2 not JSON (line 3; line 9), 1 empty (line 4: '')`: what was left out; empty if nothing was."""
+        return ", ".join(
+            f"{count} {reason} ({'; '.join(self.examples[reason])}{'; …' if count > MAX_EXAMPLES else ''})"
+            for reason, count in sorted(self.left_out.items())
+        )
 
     def __str__(self) -> str:
         parts = [f"{self.source}: {self.distinct} distinct of {self.drawn} drawn"]
         if self.left_out:
-            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
-            parts.append(f"left out {counts} ({'; '.join(self.examples)})")
+            parts.append(f"left out: {self.told()}")
         return "; ".join([*parts, *self.notes])
 
 
@@ -68,17 +75,21 @@ class PromptSet:
     report: SourceReport
 
 
-def load_prompts(config: PromptsConfig, evaluation: EvaluationConfig) -> PromptSet:
-    """Read the configured source. Deterministic in both configs. Blocks: call it in a thread.
+def load_prompts(config: PromptsConfig, evaluation: EvaluationConfig, *, reward: str = "") -> PromptSet:
+    """Read the configured source. Deterministic in its arguments. Blocks: call it in a thread.
 
-    Raises ConfigError if the source cannot be read, or if no prompt is left for training."""
+    `reward`: the built-in reward that scores the prompts; those that it could only fail on are left out. Raises
+    ConfigError if the source cannot be read, or if no prompt is left for training."""
     report = SourceReport(f"{config.source} {config.dataset}".strip())
     if config.source in ("file", "huggingface"):
         raw = _file_rows(config, report) if config.source == "file" else _huggingface_rows(config)
-        train, held_out = _split(_usable(raw, config, report), config, evaluation)
+        train, held_out = _split(_usable(raw, config, report, reward), config, evaluation)
     else:
         make = _reasoning_gym(config) if config.source == "reasoning-gym" else _reversals
         train, held_out = _procedural(make, config, evaluation, report)
+        for row in train:
+            if missing := _unscorable(reward, row["answer"], json.loads(row["metadata"])):
+                raise ConfigError(f"{report.source} has prompts {missing}")
     report.train, report.held_out = len(train), len(held_out)
     _explain_shortage(config, evaluation, report)
     return PromptSet([_finished(row, config) for row in train], [_finished(row, config) for row in held_out], report)
@@ -232,29 +243,30 @@ def _huggingface_rows(config: PromptsConfig) -> Iterator[tuple[str, Row]]:
     return ((f"row {index}", dict(row)) for index, row in enumerate(rows))
 
 
-def _usable(raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: SourceReport) -> list[Row]:
+def _usable(raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: SourceReport, reward: str) -> list[Row]:
     """Rows of a file or data set that can be used, one for each content."""
+    places: list[str] = []
     try:
-        table, validation = validate_rows(_columns(raw, config, report))
+        table, validation = validate_rows(_columns(raw, config, report, reward, places), place=places.__getitem__)
     except ConfigError as error:
-        raise ConfigError(f"{report.source}: {error}{_unread(report)}") from error
-    report.drawn = validation.rows
+        before = f"; before that, left out: {report.told()}" if report.left_out else ""
+        raise ConfigError(f"{report.source}: {error}{before}") from error
+    report.drawn = validation.rows + sum(report.left_out.values())
     for reason, count in validation.dropped.items():
         report.left_out[reason] = report.left_out.get(reason, 0) + count
-        report.examples += [f"{example} {reason}" for example in validation.examples[reason]]
+        report.examples[reason] = [*report.examples.get(reason, []), *validation.examples[reason]][:MAX_EXAMPLES]
     rows: list[Row] = table.to_pylist()
     report.distinct = len(rows)
     return rows
 
 
-def _unread(report: SourceReport) -> str:
-    return f"; before that, {'; '.join(report.examples)}" if report.examples else ""
-
-
-def _columns(raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: SourceReport) -> Iterator[Row]:
-    """Rows by the columns of PROMPTS. All columns but prompt and answer become metadata: rewards may need them."""
+def _columns(
+    raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: SourceReport, reward: str, places: list[str]
+) -> Iterator[Row]:
+    """Rows by the columns of PROMPTS; `places` takes where each stands. All columns but prompt and answer become
+    metadata: rewards may need them."""
     first = True
-    for _, row in raw:
+    for place, row in raw:
         if first and config.prompt_column not in row:
             raise ConfigError(
                 f"there is no column {config.prompt_column!r}; set prompts.prompt_column to one of "
@@ -267,11 +279,26 @@ def _columns(raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: Sour
             rest.update(metadata)
         elif metadata is not None:
             rest["metadata"] = metadata
+        answer = _text(row.get(config.answer_column))
+        if row.get(config.prompt_column) and (missing := _unscorable(reward, answer, rest, config.answer_column)):
+            report.leave_out(missing, place)
+            continue
+        places.append(place)
         yield {
             "prompt": row.get(config.prompt_column),
-            "answer": _text(row.get(config.answer_column)),
+            "answer": answer,
             "metadata": json.dumps(rest, ensure_ascii=False, default=str),
         }
+
+
+def _unscorable(reward: str, answer: str, metadata: Mapping[str, Any], column: str = "") -> str:
+    """What the reward would miss in this row; empty if nothing."""
+    if reward == "exact" and not answer.strip():
+        hint = f" (prompts.answer_column = {column!r})" if column else ""
+        return f"without an answer, which reward.name = 'exact' needs{hint}"
+    if reward == "reasoning-gym" and not {"dataset", "entry"} <= metadata.keys():
+        return "without the problem that reward.name = 'reasoning-gym' scores (use 'exact', or a reward of your own)"
+    return ""
 
 
 def _parsed(metadata: object) -> object:

@@ -121,7 +121,10 @@ def test_a_jsonl_file_with_bad_lines_names_them(tmp_path: Path) -> None:
     assert json.loads(first["metadata"]) == {"level": 3, "k": "v"}
     assert json.loads(second["prompt"]) == [{"role": "user", "content": "d"}] and second["answer"] == ""
     report = str(prompts.report)
-    assert "line 2: not JSON" in report and "line 6: not UTF-8" in report and "line 8: not a JSON object" in report
+    assert "2 distinct of 10 drawn; left out: " in report
+    assert "1 not JSON (line 2)" in report and "1 not a JSON object (line 8)" in report
+    assert "2 not UTF-8 (line 6; line 7" in report and "1 without a prompt (line 3: None)" in report
+    assert "1 the same as an earlier prompt (line 5: 'a')" in report, "one numbering for whatever is wrong"
     assert sum(prompts.report.left_out.values()) == 8
 
 
@@ -149,8 +152,37 @@ def test_a_missing_column_and_an_empty_file_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no column 'prompt'.*'question', 'id'"):
         load(source="file", dataset=str(path))
     path.write_text("not json\n")
-    with pytest.raises(ConfigError, match="line 1: not JSON"):
+    with pytest.raises(ConfigError, match=r"before that, left out: 1 not JSON \(line 1\)"):
         load(source="file", dataset=str(path))
+
+
+def test_prompts_that_the_reward_could_only_fail_on_are_left_out_and_named(tmp_path: Path) -> None:
+    """Case 17, seen before the start: a reward that raises for each prompt would end the run with its error later."""
+    path = tmp_path / "prompts.jsonl"
+    answers = ['"a"', "null", '""', '" "', "7", '""']
+    path.write_text("".join(f'{{"prompt": "q{i}", "answer": {a}}}\n' for i, a in enumerate(answers)))
+
+    def scored_by(reward: str, **config: Any) -> PromptSet:
+        from_file = PromptsConfig(source="file", dataset=str(path), **config)
+        return load_prompts(from_file, EvaluationConfig(), reward=reward)
+
+    prompts = scored_by("exact")
+    assert [row["answer"] for row in prompts.train] == ["a", "7"]
+    assert "4 without an answer, which reward.name = 'exact' needs" in str(prompts.report)
+    assert "(line 2; line 3; line 4; …)" in str(prompts.report)
+    assert len(scored_by("my_rewards:score").train) == 6
+    with pytest.raises(ConfigError, match=r"6 without an answer.*prompts\.answer_column = 'solution'"):
+        scored_by("exact", answer_column="solution")
+    with pytest.raises(ConfigError, match=r"6 without the problem that reward\.name = 'reasoning-gym' scores"):
+        scored_by("reasoning-gym")
+    with pytest.raises(ConfigError, match="reverse has prompts without the problem that"):
+        load_prompts(PromptsConfig(source="reverse", size=3), EvaluationConfig(), reward="reasoning-gym")
+
+
+def test_rows_of_a_table_are_numbered_as_rows(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": ""}]), path)
+    assert "1 empty (row 1: '')" in str(load(source="file", dataset=str(path)).report)
 
 
 def test_the_system_message_is_put_before_plain_prompts(tmp_path: Path) -> None:

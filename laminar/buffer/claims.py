@@ -40,6 +40,9 @@ MAX_FINISH = 100
 """Claims that one finishing transaction may delete: two operations less than etcd's limit each way."""
 MAX_DRAW_CLAIMS = 120
 
+NOBODY = "lost"
+"""A source that names no worker: there is no log of it, hence nothing yet."""
+
 Cause = Literal["death", "move", "stop"]
 TrajectoryId = tuple[int, int]
 
@@ -62,6 +65,11 @@ class Held:
 
 def drawn(owner: str, version: int) -> Claim:
     return Claim(owner=owner, term=1, version=version, state="generating", source=Source(worker=owner, term=1))
+
+
+def reissued(*, term: int, version: int) -> Claim:
+    """A claim of nobody for a trajectory whose own was lost: it begins anew, unless a source is known."""
+    return Claim(owner="", term=term, version=version, state="waiting", source=Source(worker=NOBODY, term=0))
 
 
 def reassigned(claim: Claim, to: str, cause: Cause) -> Claim:

@@ -19,10 +19,11 @@ from enum import Enum
 
 import pyarrow as pa
 
+from laminar.buffer.claims import reissued
 from laminar.buffer.coordination import Coordination, Delete, KeyValue, Operation, Put, Transaction, absent, unchanged
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import Claim, Incoming, Intent, Source, TableHead
+from laminar.buffer.records import Incoming, Intent, TableHead
 from laminar.buffer.segments import read_segment
 from laminar.buffer.session import transact_or_read_back
 from laminar.buffer.storage import NotFound, Storage
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 100
 COMPACT_EVERY = 200
+"""Commits, of any committer's life, after which a table is compacted: it has a few files for each commit since."""
 KEEP_VERSIONS = 20
 
 
@@ -61,7 +63,7 @@ class TableCommitter:
 
     def __init__(
         self, name: str, schema: pa.Schema, table: Table, coordination: Coordination, keys: Keys, ledger: Ledger,
-        storage: Storage,
+        storage: Storage, *, compact_every: int = COMPACT_EVERY,
     ) -> None:  # fmt: skip
         self.name = name
         self.schema = schema
@@ -70,7 +72,7 @@ class TableCommitter:
         self.keys = keys
         self.ledger = ledger
         self.storage = storage
-        self.commits_since_compaction = 0
+        self.compact_every = compact_every
         self.compactions = 0
 
     async def head(self) -> tuple[TableHead, KeyValue | None]:
@@ -92,7 +94,7 @@ class TableCommitter:
             return await self._finish_announced(head, kv, waiting)
         if not waiting:
             return 0
-        if self.commits_since_compaction >= COMPACT_EVERY:
+        if head.lance_version - head.compacted >= self.compact_every:
             await self._compact(head, kv)
             head, kv = await self.head()
         batch = await self._readable(waiting[:MAX_SEGMENTS])
@@ -135,7 +137,7 @@ class TableCommitter:
             return 0
         count = sum(s.incoming.rows for s in segments)
         await self._put_head(
-            TableHead(lance_version=found, rows=head.rows + count),
+            head.model_copy(update={"lance_version": found, "rows": head.rows + count, "committing": None}),
             kv,
             *(Delete(self.keys.incoming(self.name, s)) for s in intent.segments),
         )
@@ -154,7 +156,6 @@ class TableCommitter:
         await self.ledger.check_fence()
         try:
             found = await self.table.commit(rows, target=intent.target, key=key)
-            self.commits_since_compaction += 1
         except TargetTaken:
             return await self.table.find(intent.key)
         return found if key == intent.key else None
@@ -191,7 +192,7 @@ class TableCommitter:
         return good
 
     async def _reissue(self, segment: Registered) -> None:
-        claim = Claim(owner="", term=1, version=0, state="waiting", source=Source(worker="lost", term=0))
+        claim = reissued(term=1, version=0)
         puts: list[Operation] = [
             Put(self.keys.claim(*parse_trajectory(name)), claim.dump()) for name in segment.incoming.trajectories
         ]
@@ -203,7 +204,6 @@ class TableCommitter:
         """Compaction rewrites no row, so a late one by a replaced committer does no harm; only the intent that it
         overtakes becomes void and is announced anew."""
         version = await self.table.compact(keep=KEEP_VERSIONS)
-        await self._put_head(head.model_copy(update={"lance_version": version}), kv)
-        self.commits_since_compaction = 0
+        await self._put_head(head.model_copy(update={"lance_version": version, "compacted": version}), kv)
         self.compactions += 1
         log.info("table %s: compacted at version %d", self.name, version)

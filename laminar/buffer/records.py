@@ -119,6 +119,8 @@ class TableHead(Record):
     lance_version: int
     rows: int
     committing: Intent | None = None
+    compacted: int = 0
+    """The version that the last compaction made."""
 
 
 class BatchDecision(Record):

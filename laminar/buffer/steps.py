@@ -249,7 +249,7 @@ async def read_decision(storage: Storage, step: int) -> BatchDecision:
     try:
         archived = await read_block(storage, block_path(step))
     except NotFound as e:
-        raise StoreError(f"no decision of step {step} in etcd, at {decision_path(step)} nor in the archive") from e
+        raise NotFound(f"no decision of step {step} in etcd, at {decision_path(step)} nor in the archive") from e
     return archived[step % BLOCK].decision
 
 

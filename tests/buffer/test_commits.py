@@ -123,9 +123,8 @@ class World:
         ledger = Ledger(coordination, KEYS, actor.name, actor.ledger.actor)
         table: Any = Gated(self.table, gate)
         storage: Any = Gated(self.storage, gate)
-        made = TableCommitter("experience", EXPERIENCE, table, coordination, KEYS, ledger, storage)
-        if compacts:
-            made.commits_since_compaction = COMPACT_EVERY
+        every = 0 if compacts else COMPACT_EVERY
+        made = TableCommitter("experience", EXPERIENCE, table, coordination, KEYS, ledger, storage, compact_every=every)
         return actor, made
 
     async def commit_all(self, committer: TableCommitter) -> None:
@@ -435,14 +434,18 @@ async def test_many_segments_are_committed_in_the_order_of_their_registration(st
     assert await world.storage.list("incoming") == []
 
 
-async def test_a_table_is_compacted_every_so_many_commits(start: Start) -> None:
-    world = await World.make(start, 1)
-    _, committer = await world.committer()
-    await world.commit_all(committer)
-    committer.commits_since_compaction = COMPACT_EVERY
-    assert await committer.run_once() == 0 and committer.compactions == 0, "nothing waits, nothing is done"
-    await world.finish_a_group()
-    await world.commit_all(committer)
-    assert committer.compactions == 1 and committer.commits_since_compaction == 1
-    assert (await world.head()).lance_version == await world.table.version() == 3
-    await world.assert_committed_once(2)
+async def test_a_table_is_compacted_every_so_many_commits_of_whichever_committer(start: Start) -> None:
+    """Committers that never live for many commits must not let the files grow without end."""
+    world = await World.make(start, 0)
+    compactions = 0
+    for _ in range(12):
+        await world.finish_a_group()
+        actor, committer = await world.committer()
+        committer.compact_every = 4
+        await world.commit_all(committer)
+        assert await committer.run_once() == 0, "nothing waits, nothing is done"
+        compactions += committer.compactions
+        actor.kill()
+    assert compactions == 2
+    assert (await world.head()).lance_version == await world.table.version() == 14
+    await world.assert_committed_once(12)

@@ -21,7 +21,7 @@ from collections import deque
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.partials import PartialLog, assemble, read_partials
+from laminar.buffer.partials import PartialLog, PartialRows, assemble, read_partials
 from laminar.buffer.prompts import locate
 from laminar.buffer.records import Claim, EvaluationRequest, Load, TrainerHead, WeightsHead
 from laminar.errors import EngineError, WeightsError
@@ -76,7 +76,7 @@ class Rollout:
             partials,
             lambda: self.live.values(),
             run.clock,
-            interval_s=self.config.rollout.flush_interval,
+            interval_s=self.config.flush_interval,
             enabled=self.config.rollout.partials,
         )
         self.finisher = Finisher(run.storage, self.ledger, run.clock, self._ended)
@@ -272,28 +272,34 @@ class Rollout:
         logs = {s: await read_partials(self.run_info.storage, s) for s in sources}
         for damage in (d for rows in logs.values() for d in rows.damage):
             log.error("adopting from a damaged log, what it lost is generated again: %s", damage)
-        for held in waiting:
-            source = held.claim.source
-            rows = logs[source.worker].rows.get((*held.id, source.term), [])
-            trajectory = self._trajectory(held)
-            if rows:
-                partial = assemble(rows)
-                if partial.gap_at is not None:
-                    log.warning("trajectory %s: rows after token %d are lost", trajectory.name, partial.gap_at)
-                trajectory.restore(partial)
-            trajectory.pending = trajectory.all_rows(self.clock.now_us())
-            self.live[trajectory.id] = trajectory
-            await self.flusher.durable()
-            taken = await self.ledger.adopt(held, version=self.engine.version, progress=trajectory.policy_tokens)
+        adopting = [self._restored(h, logs[h.claim.source.worker]) for h in waiting]
+        self.live |= {t.id: t for t in adopting}
+        # One flush for all: a flush each would keep the last of 256 from generating for seconds.
+        await self.flusher.durable()
+        for trajectory in adopting:
+            source = trajectory.held.claim.source.worker
+            progress = trajectory.policy_tokens
+            taken = await self.ledger.adopt(trajectory.held, version=self.engine.version, progress=progress)
             if taken is None:
                 self._forget(trajectory.id)
                 continue
             trajectory.held = taken
             log.info(
                 "adopted trajectory %s from %s with %d tokens under version %d (term %d)",
-                trajectory.name, source.worker, len(trajectory.token_ids), self.engine.version, taken.claim.term,
+                trajectory.name, source, len(trajectory.token_ids), self.engine.version, taken.claim.term,
             )  # fmt: skip
             self._start(trajectory)
+
+    def _restored(self, held: Held, log_of_source: PartialRows) -> Trajectory:
+        trajectory = self._trajectory(held)
+        rows = log_of_source.rows.get((*held.id, held.claim.source.term), [])
+        if rows:
+            partial = assemble(rows)
+            if partial.gap_at is not None:
+                log.warning("trajectory %s: rows after token %d are lost", trajectory.name, partial.gap_at)
+            trajectory.restore(partial)
+        trajectory.pending = trajectory.all_rows(self.clock.now_us())
+        return trajectory
 
     # -- weights ------------------------------------------------------------------------------------------------
 

@@ -189,6 +189,8 @@ class RunManifest(Record):
 
     run: str
     store: str
+    storage: dict[str, str] = {}
+    """The section `storage` of the config: what opens the store, beside its URL. Never a secret."""
     store_id: str
     generation: int
     format_version: int

@@ -17,6 +17,7 @@ import fcntl
 import mmap
 import os
 import signal
+from collections.abc import Callable
 from enum import Enum
 
 from laminar.errors import ConfigError, WeightsError
@@ -45,6 +46,10 @@ class Arena:
     def __init__(self, fd: int, mapping: SharedMapping) -> None:
         self.fd = fd
         self.state = ArenaState.FREE
+        self.pins = 0
+        """Uses within this process that the kernel does not count: transfers from or into this memory."""
+        self.before_close: list[Callable[[], None]] = []
+        """What must let go of the memory before it is unmapped, such as a device's registration."""
         self._mapping = mapping
 
     @classmethod
@@ -109,6 +114,8 @@ class Arena:
 
     def close(self) -> None:
         """Give up this process's share; the memory is freed when the last holder elsewhere closes."""
+        for let_go in self.before_close:
+            let_go()
         self._mapping.close()
         os.close(self.fd)
 
@@ -127,7 +134,7 @@ class ArenaPool:
     def reclaim(self) -> None:
         """Free what is draining and no longer open or mapped anywhere else."""
         for arena in self.arenas:
-            if arena.state is ArenaState.DRAINING and arena.is_exclusive():
+            if arena.state is ArenaState.DRAINING and arena.pins == 0 and arena.is_exclusive():
                 arena.move(ArenaState.FREE)
 
     def take(self, nbytes: int) -> Arena | None:

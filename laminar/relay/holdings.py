@@ -1,6 +1,8 @@
 """The versions that a relay holds in this host's memory, and the arenas for those that come in. No sockets here.
 
-    reserve ──▶ incoming arena ──(bytes arrive)──▶ seal: check, digest ──▶ held ──retention──▶ released
+    reserve ──▶ incoming arena ──(a local process writes)──▶ seal: check, digest ──▶ held ──retention──▶ released
+    begin   ──▶ incoming arena ──(checked pieces arrive)───▶ complete ────────────────▲
+                                  └─ source: relays after this one read along
 
 `retain` newest versions are kept, then those that claims refer to, newest first, as far as arenas allow while two stay
 free for what comes in. The local server and the chain both fill arenas through these calls.
@@ -20,6 +22,8 @@ from laminar.relay.arena import Arena, ArenaPool, ArenaState, check_leases
 from laminar.relay.layout import Layout, checksums, version_digest
 from laminar.relay.memory import INCOMING, check_memory
 from laminar.relay.protocol import VersionInfo
+from laminar.relay.receiving import Arriving, Source
+from laminar.relay.transport.base import PullRequest, VersionHeader, VersionName
 
 log = logging.getLogger(__name__)
 SEAL_GRACE = 1.0
@@ -38,6 +42,10 @@ class Held:
     arena: Arena
     holds: int = 0
 
+    @property
+    def name(self) -> VersionName:
+        return VersionName(self.info.version, self.info.digest)
+
 
 class Holdings:
     def __init__(
@@ -50,7 +58,10 @@ class Holdings:
         self.pool = ArenaPool(retain + INCOMING + spare)
         self.retained: frozenset[int] = frozenset()
         self.errors: deque[str] = deque(maxlen=16)
+        self.skipped: deque[VersionName] = deque(maxlen=16)
+        """Versions that this relay will not have, for want of an arena: nobody should wait for them here."""
         self._held: dict[int, Held] = {}
+        self._arriving: dict[VersionName, Arriving] = {}
         self._weights_bytes = weights_bytes
         self._changed = asyncio.Event()
         self._growing: asyncio.Task[None] | None = None
@@ -67,6 +78,8 @@ class Holdings:
         """Finish what is being checked or allocated, then let go of all memory; readers keep theirs."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+        for arriving in list(self._arriving.values()):
+            self.abort(arriving, "this relay stops")
         self._held.clear()
         self.pool.close()
 
@@ -111,6 +124,96 @@ class Holdings:
         are welcome. Survives the cancellation of its caller."""
         return await asyncio.shield(self._spawn(self._seal(arena, layout, version, expected)))
 
+    # -- from other relays --------------------------------------------------------------------------------------
+
+    async def begin(self, header: VersionHeader) -> Arriving | None:
+        """Room for a version that comes from another relay; others may read along. None if this relay is busy.
+
+        Raises WeightsError if the header does not fit its digest or this run, or if the version is here or coming."""
+        if header.chunk_bytes != self.chunk_bytes:
+            raise WeightsError(f"chunks of {header.chunk_bytes} bytes: this run's are of {self.chunk_bytes}")
+        await asyncio.to_thread(header.check)
+        known = self._held.get(header.name.version)
+        if known is not None or header.name in self._arriving:
+            raise WeightsError(f"version {header.name} is not needed: {known.name if known else 'it'} is here already")
+        arena = await self.reserve(header.layout)
+        if arena is None:
+            return None
+        self._arriving[header.name] = arriving = Arriving(header, arena)
+        self._notify()
+        return arriving
+
+    def complete(self, arriving: Arriving) -> VersionInfo:
+        """All chunks are there and were checked one by one: the version is held from now on."""
+        header = arriving.header
+        if not arriving.have.full:
+            raise WeightsError(f"version {header.name} is not complete: {arriving.have!r}")
+        del self._arriving[header.name]
+        layout = header.layout
+        info = VersionInfo(header.name.version, header.name.digest, layout.digest, layout.total_bytes)
+        known = self._held.get(info.version)
+        if known is not None and known.info == info:
+            # Offered by a local process while it came: the arena goes back, readers keep theirs.
+            self.release(arriving.arena)
+            return info
+        if known is not None:
+            self.discard(info.version)
+        self._hold(Held(info, layout, header.checksums, arriving.arena))
+        return info
+
+    def abort(self, arriving: Arriving, reason: str, *, skip: bool = False) -> None:
+        """The version will not be completed; with `skip`, relays that ask for it are sent elsewhere."""
+        self._arriving.pop(arriving.header.name, None)
+        arriving.give_up(reason)
+        if skip:
+            self.skip(arriving.header.name)
+        self.release(arriving.arena)
+        self._notify()
+
+    def skip(self, name: VersionName) -> None:
+        self.skipped.append(name)
+        self._notify()
+
+    def discard(self, version: int) -> None:
+        """Let go of a version that was never published under the digest it has here."""
+        held = self._held.pop(version)
+        log.warning("released version=%s: it was published with another digest", held.name)
+        self.pool.release(held.arena)
+
+    def has(self, name: VersionName) -> bool:
+        held = self._held.get(name.version)
+        return held is not None and held.name == name
+
+    async def find(self, request: PullRequest) -> Source:
+        """The newest acceptable version that is held or arriving; waits for one that is still to come.
+
+        Raises WeightsError if none will: it was skipped, or is older than what this relay has."""
+        while True:
+            for name in sorted(request.acceptable, reverse=True):
+                held = self._held.get(name.version)
+                if held is not None and held.name == name:
+                    return self._read(held)
+                if name in self._arriving and not request.held_only:
+                    return self._arriving[name].open()
+            to_come = [name for name in request.acceptable if self._may_come(name)]
+            if request.held_only or not to_come:
+                wanted = ", ".join(str(name) for name in request.acceptable)
+                raise WeightsError(f"version {wanted} is not here; held are {sorted(self._held)}")
+            await self._changed.wait()
+
+    def _may_come(self, name: VersionName) -> bool:
+        return name not in self.skipped and name.version > max(self._held, default=-1)
+
+    def _read(self, held: Held) -> Source:
+        def closed() -> None:
+            held.holds -= 1
+
+        held.holds += 1
+        header = VersionHeader(held.name, held.layout, self.chunk_bytes, held.checksums)
+        return Source(Arriving(header, held.arena, complete=True), held.arena, closed=closed)
+
+    # -- retention ----------------------------------------------------------------------------------------------
+
     def retain_versions(self, versions: Collection[int]) -> None:
         """Replace the set of versions that claims refer to."""
         self.retained = frozenset(versions)
@@ -133,6 +236,8 @@ class Holdings:
     def validate(self) -> None:
         """Raises AssertionError if versions and arenas disagree."""
         serving = [arena for arena in self.pool.arenas if arena.state is ArenaState.SERVING]
+        incoming = {id(arena) for arena in self.pool.arenas if arena.state is ArenaState.INCOMING}
+        assert {id(arriving.arena) for arriving in self._arriving.values()} <= incoming
         assert {id(a) for a in serving} == {id(h.arena) for h in self._held.values()}
         assert self.pool.count(ArenaState.INCOMING) <= INCOMING
         assert len(self.pool.arenas) <= self.pool.limit
@@ -158,14 +263,20 @@ class Holdings:
         if known is not None:
             self.release(arena)
             return info
-        arena.move(ArenaState.SERVING)
-        self._held[version] = Held(info, layout, tuple(sums), arena)
-        log.info("sealed version=%d digest=%s bytes=%d", version, info.digest[:12], info.bytes)
-        self._evict(just_sealed=version)
+        self._hold(Held(info, layout, tuple(sums), arena))
+        return info
+
+    def _hold(self, held: Held) -> None:
+        held.arena.move(ArenaState.SERVING)
+        self._held[held.info.version] = held
+        log.info("holds version=%d digest=%s bytes=%d", held.info.version, held.info.digest[:12], held.info.bytes)
+        self._evict(just_sealed=held.info.version)
+        self._notify()
+        self._spawn(self._top_up())
+
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        self._spawn(self._top_up())
-        return info
 
     async def _writer_gone(self, arena: Arena, version: int) -> None:
         for _ in range(round(SEAL_GRACE / SEAL_POLL)):

@@ -1,41 +1,87 @@
-"""What the chain needs of a transport: a version's chunks from a predecessor's arena into our own.
+"""What the chain needs of a transport: a version's chunks from another relay's arena into our own.
 
-    our relay ── PullRequest(version, from_chunk) ──▶ predecessor
-    our relay ◀── VersionHeader, then (index, bytes) for each chunk from from_chunk on ── predecessor
+    our relay ── connect: both prove that they know the run's secret ──▶ another relay
+    our relay ── find(PullRequest) ─────────────────────────────────▶
+    our relay ◀─ VersionHeader, as soon as the other holds or begins to receive what was asked for ──
+    our relay ── receive(arena, wanted chunks) ─────────────────────▶
+    our relay ◀─ each wanted piece, as soon as the other has it (cut-through) ──
 
-The receiver reserves an arena for the header's layout, puts each chunk into its place, checks it, tells its own
-successor that the chunk is there (cut-through), and seals the arena under the header's digest once all are there. If
-the link breaks it asks another predecessor for the first chunk it lacks. A transport authenticates its peer with the
-run's secret before the first byte, puts a deadline on each wait, and raises WeightsError naming peer and chunk.
+Rules that all transports keep, and that `tests/contract/test_transport.py` checks:
+
+1. No byte of a message is acted upon, and nothing is allocated for it, before the peer has proved the secret.
+2. Chunk checksums are *not* the transport's work: the receiver checks each piece against the header's before it
+   forwards it, and the header's against the digest that etcd names. A transport may deliver damaged bytes, never
+   bytes at another place or after `close`.
+3. A peer that is alive says so at least every `HEARTBEAT_S`, while it waits for data itself too. Silence for the
+   transport's stall time, a reset, an error completion: each raises LinkBroken, at once where the wire knows.
+4. `Link.close` and the end of `receive` return only when nothing can write into the arena any more.
+5. A source's arena is not recycled while it is being sent: `ChunkSource.close` lets go of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from laminar.relay.layout import Layout
+from laminar.errors import WeightsError
+from laminar.relay.arena import Arena
+from laminar.relay.chunks import ChunkSet, Piece, chunk_count
+from laminar.relay.layout import Layout, version_digest
+
+HEARTBEAT_S = 0.25
+"""Seconds within which a living peer says something."""
+
+
+class LinkBroken(WeightsError):
+    """The connection to a peer ended, or the peer fell silent."""
+
+
+class PeerRefused(WeightsError):
+    """The peer answers, but neither holds nor will receive what was asked for, or denies us."""
+
+
+@dataclass(frozen=True, order=True)
+class VersionName:
+    """A version's number and the digest (hex) of its bytes: what a relay asks for is never ambiguous."""
+
+    version: int
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.version} ({self.digest[:12]})"
 
 
 @dataclass(frozen=True)
 class VersionHeader:
-    """What precedes the chunks. `chunk_bytes` is the run's chunk size; the last chunk may be shorter.
+    """What precedes the chunks. `checksums`: BLAKE3, 32 bytes, of each chunk of `chunk_bytes` (the last is shorter)."""
 
-    Chunk checksums come with the chunks: the predecessor may itself still be receiving the version.
-    """
-
-    version: int
+    name: VersionName
     layout: Layout
     chunk_bytes: int
+    checksums: tuple[bytes, ...]
+
+    @property
+    def chunks(self) -> int:
+        return chunk_count(self.layout.total_bytes, self.chunk_bytes)
+
+    def check(self) -> None:
+        """Raises WeightsError unless the checksums are those that the digest stands for."""
+        if len(self.checksums) != self.chunks or version_digest(self.layout, self.checksums) != self.name.digest:
+            raise WeightsError(
+                f"the header of version {self.name} has {len(self.checksums)} checksums for {self.chunks} chunks, or "
+                "others than its digest stands for"
+            )
 
 
 @dataclass(frozen=True)
 class PullRequest:
-    """`from_chunk` is the first chunk that the asker lacks (0-based). `version` None: the newest."""
+    """Any of `acceptable` will do, the newest that the peer holds or receives is best. `held_only`: do not wait for
+    one that is still to come. `known_layout`: what the asker has already, so that only its digest is sent."""
 
-    version: int | None
-    from_chunk: int
+    acceptable: tuple[VersionName, ...]
+    held_only: bool = False
+    known_layout: Layout | None = None
 
 
 class ChunkSource(Protocol):
@@ -44,38 +90,52 @@ class ChunkSource(Protocol):
     @property
     def header(self) -> VersionHeader: ...
 
-    async def chunk(self, index: int) -> tuple[memoryview, bytes]:
-        """Bytes and checksum of chunk `index`, as soon as they are there. Raises WeightsError if they never come."""
+    @property
+    def arena(self) -> Arena:
+        """Where the bytes lie, at chunk index x chunk_bytes. Only those of a piece that `ready` gave may be read."""
+        ...
+
+    async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
+        """The first piece of `wanted` that is here and checked; waits for one. Raises WeightsError if none will be."""
+        ...
+
+    def close(self) -> None:
+        """Nothing reads the arena for this source any more."""
         ...
 
 
 class Link(Protocol):
-    """An authenticated connection to one predecessor."""
+    """An authenticated connection to one relay; one request at a time. All methods raise LinkBroken."""
 
-    async def pull(self, request: PullRequest) -> VersionHeader:
-        """Ask for a version; the header says what will come."""
+    async def find(self, request: PullRequest) -> VersionHeader:
+        """Waits as long as the peer lives and has nothing acceptable yet. Raises PeerRefused. The caller checks the
+        header."""
         ...
 
-    def receive_into(self, target: memoryview) -> AsyncIterator[tuple[int, bytes]]:
-        """(index, checksum) of each chunk once its bytes lie in `target` (the whole arena) at index x chunk_bytes."""
+    def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+        """Each piece of the found version once its bytes lie in `arena`, unchecked; ends when all of `wanted` came.
+        Raises PeerRefused if the peer gives the version up. `aclose` it: then nothing more is written."""
         ...
 
     async def close(self) -> None: ...
 
 
 FindSource = Callable[[PullRequest], Awaitable[ChunkSource]]
-"""Finds what a peer asks for; raises WeightsError if this relay neither holds nor receives it."""
+"""Finds what a peer asks for, waiting if need be; raises WeightsError if this relay will not have it."""
 
 
 class Transport(Protocol):
     """One way to reach relays: plain sockets, or RDMA where both ends have a device."""
 
-    async def connect(self, endpoint: str, *, deadline: float) -> Link:
-        """Reach the relay at `endpoint` within `deadline` seconds."""
+    name: str
+
+    async def listen(self, find: FindSource) -> str:
+        """Serve peers straight from the arenas that `find` gives; the endpoint that others reach this relay by."""
         ...
 
-    async def listen(self, host: str, find: FindSource) -> str:
-        """Serve peers straight from the arenas that `find` gives; returns the endpoint (a free port is bound)."""
+    async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> Link:
+        """Reach the relay with the id `relay`, which gave this endpoint; both have proved the secret on return.
+        Raises LinkBroken, or PeerRefused if somebody else answers there."""
         ...
 
     async def close(self) -> None:

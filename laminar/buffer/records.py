@@ -94,6 +94,8 @@ class TrainerProgress(Record):
     step: int
     activity: str
     metrics: dict[str, float | None]
+    rewards: dict[int, float | None] = {}
+    """Mean reward of each of the last ten steps that this trainer has trained; `metrics` are those of the newest."""
 
 
 class Incoming(Record):

@@ -21,20 +21,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from laminar.buffer.coordination import Coordination, KeyValue
-from laminar.buffer.etcd import EtcdCoordination
+from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.keys import Keys
 from laminar.buffer.manifest import RunFile
 from laminar.buffer.records import RunManifest, TrainerHead
 from laminar.buffer.schema import FORMAT_VERSION
 from laminar.clock import SystemClock
 from laminar.config import Config
-from laminar.errors import ConfigError, CoordinationUnavailable, LaminarError
+from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LaminarError
 from laminar.workers.children import worker_command
 from laminar.workers.display import Display, Event
 from laminar.workers.etcd_process import EtcdProcess, find_etcd
 from laminar.workers.inspect import StoreView
 from laminar.workers.preparation import Plan, plan_run, write_plan
 from laminar.workers.status import read_state, to_snapshot
+from laminar.workers.store_mark import write_mark
 from laminar.workers.summary import collect, summary
 from laminar.workers.supervision import Supervised, sign_off
 
@@ -64,12 +65,15 @@ async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
         return 0
     root = local_folder(plan)
     _say(plan.describe())
-    async with coordination_service(config, root) as (endpoints, etcd):
-        coordination = EtcdCoordination(endpoints)
+    await plan.storage.probe()
+    if not plan.storage.local:
+        write_mark(root, plan.storage.url, config.storage.model_dump())
+    async with coordination_service(config, root) as (access, etcd):
+        coordination = access.connect()
         try:
             keys = Keys(config.run.name)
             file, keys = await _enter(plan, coordination, keys)
-            job = LocalJob(config, plan, file, coordination, keys, endpoints, root, etcd)
+            job = LocalJob(config, plan, file, coordination, keys, access, root, etcd)
             return await job.run(stop, plain)
         finally:
             await coordination.close()
@@ -82,32 +86,36 @@ def local_folder(plan: Plan) -> Path:
 
 async def _check_etcd(config: Config) -> None:
     if config.coordination.endpoints:
-        await reach(config.coordination.endpoints)
+        await reach(config.coordination.access())
     else:
         await asyncio.to_thread(find_etcd)
 
 
-async def reach(endpoints: list[str]) -> None:
-    """Raises ConfigError naming the addresses and the time waited if no etcd answers."""
-    coordination = EtcdCoordination(endpoints)
+async def reach(access: EtcdAccess) -> None:
+    """Raises ConfigError naming the addresses and the time waited if no etcd answers, or what it refused."""
+    coordination = access.connect()
     try:
         async with asyncio.timeout(REACH_ETCD_S):
             await coordination.get("/laminar/")
     except (TimeoutError, CoordinationUnavailable) as e:
         raise ConfigError(
-            f"no etcd answers at {', '.join(endpoints)} (waited {REACH_ETCD_S:.0f} s): start it, correct "
+            f"no etcd answers at {access} (waited {REACH_ETCD_S:.0f} s): start it, correct "
             "coordination.endpoints, or leave them empty to run an embedded one"
+            + ("" if access.tls() else "; if it speaks TLS, set coordination.ca")
         ) from e
+    except CoordinationError as e:
+        raise ConfigError(f"etcd at {access} cannot be used: {e}") from e
     finally:
         await coordination.close()
 
 
 @asynccontextmanager
-async def coordination_service(config: Config, root: Path) -> AsyncIterator[tuple[list[str], EtcdProcess | None]]:
-    """The endpoints of the configured etcd, or of one that lives as long as the block."""
+async def coordination_service(config: Config, root: Path) -> AsyncIterator[tuple[EtcdAccess, EtcdProcess | None]]:
+    """The way to the configured etcd, or to one that lives as long as the block."""
     if config.coordination.endpoints:
-        await reach(config.coordination.endpoints)
-        yield config.coordination.endpoints, None
+        access = config.coordination.access()
+        await reach(access)
+        yield access, None
         return
     folder = root / "etcd"
     mark = folder / "endpoint"
@@ -125,7 +133,7 @@ async def coordination_service(config: Config, root: Path) -> AsyncIterator[tupl
     await etcd.start()
     mark.write_text(etcd.endpoint)
     try:
-        yield [etcd.endpoint], etcd
+        yield EtcdAccess((etcd.endpoint,)), etcd
     finally:
         await etcd.stop()
         mark.unlink(missing_ok=True)
@@ -165,8 +173,9 @@ async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[Ru
     file = await write_plan(plan, SystemClock(), step=head.decided if head else 0)
     if manifest is None:
         record = RunManifest(
-            run=keys.run, store=plan.storage.url, store_id=file.store_id, generation=1, format_version=FORMAT_VERSION
-        )
+            run=keys.run, store=plan.storage.url, storage=plan.config.storage.model_dump(), store_id=file.store_id,
+            generation=1, format_version=FORMAT_VERSION,
+        )  # fmt: skip
         await coordination.put(keys.manifest, record.dump())
     if head is not None and head.state != "running" and head.decided < plan.config.run.max_steps:
         # A finished run with more steps, or a failed one tried again, goes on where it was.
@@ -185,7 +194,7 @@ class LocalJob:
     """The supervised processes of one run on this machine."""
 
     def __init__(
-        self, config: Config, plan: Plan, file: RunFile, coordination: Coordination, keys: Keys, endpoints: list[str],
+        self, config: Config, plan: Plan, file: RunFile, coordination: Coordination, keys: Keys, access: EtcdAccess,
         root: Path, etcd: EtcdProcess | None,
     ) -> None:  # fmt: skip
         self.config = config
@@ -193,11 +202,10 @@ class LocalJob:
         self.file = file
         self.coordination = coordination
         self.keys = keys
-        self.endpoints = endpoints
         self.root = root
         self.etcd = etcd
         self.events: list[Event] = []
-        self.rewards: dict[int, float] = {}
+        self.rewards: dict[int, float | None] = {}
         logs = root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         names = ["relay", *(f"rollout-{i}" for i in range(config.rollout.workers)), "trainer"]
@@ -205,7 +213,7 @@ class LocalJob:
             Supervised(
                 kind=name.split("-")[0],
                 name=name,
-                command=worker_command(name.split("-")[0], endpoints, keys.run),
+                command=worker_command(name.split("-")[0], access, keys.run),
                 log_file=logs / f"{name}.log",
                 on_end=self._died,
                 on_event=self._event,
@@ -248,7 +256,7 @@ class LocalJob:
             finally:
                 await self._stop_all(background)
                 await asyncio.gather(*working, return_exceptions=True)
-        store = StoreView.open(str(self.plan.storage.absolute("")))
+        store = StoreView.open(self.plan.storage.url, self.config.storage.model_dump())
         _say(summary(await asyncio.to_thread(collect, store, state=state, reason=reason)))
         if state == "failed":
             _say(f"error: {reason}", error=True)
@@ -273,12 +281,11 @@ class LocalJob:
                 self._event(f"etcd does not answer: {e}")
                 await asyncio.sleep(SHOW_INTERVAL_S)
                 continue
-            if live.progress is not None and (reward := live.progress.metrics.get("reward_mean")) is not None:
-                self.rewards[live.head.step if live.head else 0] = reward
+            self.rewards |= live.progress.rewards if live.progress else {}
             display.update(
                 to_snapshot(
                     live, max_steps=self.config.run.max_steps, elapsed_s=loop.time() - started,
-                    recent_rewards=list(self.rewards.values()), events=self.events,
+                    rewards=self.rewards, events=self.events,
                 )
             )  # fmt: skip
             if live.head is not None and live.head.state != "running":

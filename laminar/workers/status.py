@@ -10,12 +10,13 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from laminar.buffer.coordination import Coordination, KeyValue
+from laminar.buffer.etcd_access import EtcdAccess, parse_endpoint
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import (
     Claim,
@@ -29,7 +30,8 @@ from laminar.buffer.records import (
     WeightsHead,
     WorkerRecord,
 )
-from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
+from laminar.config_places import CoordinationConfig
+from laminar.errors import CoordinationError, StoreError
 from laminar.workers.display import Event, Snapshot, WorkerView
 from laminar.workers.inspect import RUNS, StoreView
 
@@ -90,8 +92,8 @@ def mean(values: Sequence[float]) -> float:
 def run_status(store: StoreView, endpoints: list[str]) -> RunStatus:
     """`endpoints` empty: those of the run's config, else of the etcd that `laminar run` started here. Blocks."""
     live, why = None, "no etcd of it runs here (it has ended, was stopped, or runs elsewhere: --etcd HOST:PORT)"
-    for endpoint in [endpoints] if endpoints else known_endpoints(store):
-        live, why = asyncio.run(_try_live(store, endpoint))
+    for access in ways_to_etcd(store, endpoints):
+        live, why = asyncio.run(_try_live(store, access))
         if live is not None:
             break
     rows = step_rows(store)
@@ -115,45 +117,43 @@ def run_status(store: StoreView, endpoints: list[str]) -> RunStatus:
     )
 
 
-def known_endpoints(store: StoreView) -> list[list[str]]:
-    """Where this run's etcd may listen, best first."""
-    configured = store.run.config.get("coordination", {}).get("endpoints") or []
-    known = [list(configured)] if configured else []
+def ways_to_etcd(store: StoreView, endpoints: list[str]) -> list[EtcdAccess]:
+    """How this run's etcd may be reached, best first: at `endpoints` if any are given."""
+    configured = CoordinationConfig.model_validate(store.run.config.get("coordination", {})).access()
+    if endpoints:
+        return [configured.at(endpoints)]
+    known = [configured] if configured.endpoints else []
     # An embedded etcd keeps its data on a local disk: beside a remote store, not in it.
     path = (Path(store.root) if store.local else RUNS / store.run.run) / "etcd" / "endpoint"
     if path.is_file():
-        known.append([path.read_text(encoding="utf-8").strip()])
+        known.append(EtcdAccess((path.read_text(encoding="utf-8").strip(),)))
     return known
 
 
-async def _try_live(store: StoreView, endpoints: list[str]) -> tuple[LiveStatus | None, str]:
+async def _try_live(store: StoreView, access: EtcdAccess) -> tuple[LiveStatus | None, str]:
     """The live status, or why there is none. An endpoint file outlives its etcd, so a cheap probe comes first."""
-    where = ", ".join(endpoints)
-    if not await _any_listens(endpoints):
+    where = str(access)
+    if not await _any_listens(access):
         return None, f"nothing listens at {where}"
-    from laminar.buffer.etcd import EtcdCoordination
-
-    coordination = EtcdCoordination(endpoints)
+    coordination = access.connect()
     try:
         async with asyncio.timeout(LIVE_DEADLINE_S):
             return await read_live(coordination, store.run.run, store.run.store_id), ""
     except TimeoutError:
         return None, f"etcd at {where} did not answer within {LIVE_DEADLINE_S:.0f} s"
-    except (CoordinationUnavailable, StoreError) as e:
+    except (CoordinationError, StoreError) as e:
         return None, str(e)
     finally:
         await coordination.close()
 
 
-async def _any_listens(endpoints: list[str]) -> bool:
-    for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
+async def _any_listens(access: EtcdAccess) -> bool:
+    for endpoint in access.endpoints:
+        host, port = parse_endpoint(endpoint, tls=access.tls() is not None)
         try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), PROBE_S)
+            _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_S)
         except (OSError, TimeoutError):
             continue
-        except ValueError as e:
-            raise CoordinationError(f"{endpoint!r} is not an etcd address of the form HOST:PORT") from e
         writer.close()
         return True
     return False
@@ -237,21 +237,26 @@ def to_snapshot(
     *,
     max_steps: int,
     elapsed_s: float,
-    recent_rewards: Sequence[float] = (),
+    rewards: Mapping[int, float | None] | None = None,
     events: Sequence[Event] = (),
 ) -> Snapshot:
-    """The display's view of a live status. `recent_rewards`: of the last steps, newest last."""
-    metrics = live.progress.metrics if live.progress else {}
-    head = live.head
+    """The display's view of a live status. `rewards`: mean reward by step, as far as the caller has seen them; what the
+    trainer reports is added. Shown is the last step whose figures are known: they come a moment after its number."""
+    head, progress = live.head, live.progress
+    metrics = progress.metrics if progress else {}
+    known = {**(rewards or {}), **(progress.rewards if progress else {})}
+    steps = head.step if head else 0
+    if progress is not None and progress.rewards:
+        steps = min(steps, max(progress.rewards) + 1)
     rates = [worker.tokens_per_s for worker in live.workers if worker.tokens_per_s is not None]
-    last_ten = list(recent_rewards)[-10:]
+    last_ten = [r for step in range(max(0, steps - 10), steps) if (r := known.get(step)) is not None]
     consumed = head.consumed_groups if head else 0
     return Snapshot(
         run=live.run,
-        step=head.step if head else 0,
+        step=steps,
         max_steps=max_steps,
         elapsed_s=elapsed_s,
-        reward=last_ten[-1] if last_ten else metrics.get("reward_mean"),
+        reward=known.get(steps - 1),
         reward_mean_10=mean(last_ten) if last_ten else None,
         staleness_mean=metrics.get("staleness_mean"),
         staleness_max=metrics.get("staleness_max"),

@@ -42,14 +42,25 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 1.0
 EVALUATION_WAIT_S = 600.0
 ERROR_WINDOW = 64
+REPORT_INTERVAL_S = 1.0
+REWARDS_TOLD = 10
 EMPTY = pa.Table.from_batches([], schema=EXPERIENCE)
 OUTCOME_COLUMNS = ["group", "sample", "status", "error", "reward", "commit_seq"]
 
 
 @dataclass
 class Progress:
+    """What the displays show. `rewards` holds the last ten steps; `metrics` are those of the newest."""
+
     activity: str = "starting"
     metrics: dict[str, float | None] = field(default_factory=dict)
+    rewards: dict[int, float | None] = field(default_factory=dict)
+    bell: Bell = field(default_factory=Bell)
+
+    def trained(self, step: int, metrics: dict[str, float | None]) -> None:
+        self.metrics = metrics
+        self.rewards = {**dict(sorted(self.rewards.items())[1 - REWARDS_TOLD :]), step: metrics.get("reward_mean")}
+        self.bell.ring()
 
 
 class Trainer:
@@ -280,7 +291,7 @@ class Trainer:
             step, self.member.id, step_rows(step, rows, result), metrics, version, published, self.clock.now_us(),
             self._evaluation_of(version, digest) if due else (),
         )  # fmt: skip
-        self.progress.metrics = metrics
+        self.progress.trained(step, metrics)
         self.sinks.log(step, metrics, at_us=self.clock.now_us())
         log.info(
             "step %d trained: reward %s, %d groups trained, %d retired, staleness %.2f, %.1f s",
@@ -347,13 +358,15 @@ class Trainer:
         return {g: self.open.verdict(g) or REMAINDER for g in self.open.complete()}
 
     async def report(self) -> None:
-        """Keep this worker's load record fresh."""
-        key = self.run_info.keys.load("trainer", self.member.id)
+        """Keep this worker's load record fresh; at once after each step, so that a display need not wait for it."""
+        key, progress = self.run_info.keys.load("trainer", self.member.id), self.progress
         while True:
             head, _ = await self.steps.head()
-            record = TrainerProgress(step=head.step, activity=self.progress.activity, metrics=self.progress.metrics)
+            record = TrainerProgress(
+                step=head.step, activity=progress.activity, metrics=progress.metrics, rewards=progress.rewards
+            )
             await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
-            await self.clock.sleep(1.0)
+            await progress.bell.wait(REPORT_INTERVAL_S)
 
 
 def _number(value: float | None) -> str:

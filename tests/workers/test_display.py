@@ -177,7 +177,8 @@ async def a_run(coordination: Coordination, store_id: str = "abc") -> None:
         keys.worker("trainer", "trainer-h-2-bb"): worker.model_copy(update={"kind": "trainer", "id": "trainer-h-2-bb"}),
         keys.load("rollout", worker.id): load,
         keys.load("trainer", "trainer-h-2-bb"): TrainerProgress(
-            step=4, activity="waiting for groups", metrics={"reward_mean": 0.5, "staleness_mean": None}
+            step=4, activity="waiting for groups", metrics={"reward_mean": 0.5, "staleness_mean": None},
+            rewards={2: 0.1, 3: 0.5},
         ),
         keys.leader("manager"): LeaderRecord(worker="relay-h-3-cc"),
         keys.trainer: head,
@@ -193,10 +194,10 @@ class TestLiveStatus:
         coordination = MemoryCoordination(MemoryEtcd())
         await a_run(coordination)
         live = await read_live(coordination, "my-run", "abc")
-        snapshot = to_snapshot(live, max_steps=40, elapsed_s=10, recent_rewards=[0.1] * 10 + [0.4])
+        snapshot = to_snapshot(live, max_steps=40, elapsed_s=10, rewards={0: 0.3, 1: None, 2: 7.0})
         assert (snapshot.step, snapshot.drawn, snapshot.consumed) == (4, 12, 8)
         assert (snapshot.in_flight, snapshot.complete) == (2, 2)
-        assert snapshot.reward == 0.4 and snapshot.reward_mean_10 == pytest.approx(0.13)
+        assert snapshot.reward == 0.5 and snapshot.reward_mean_10 == pytest.approx(0.3)
         assert snapshot.staleness_mean is None and snapshot.tokens_per_s == 50
         assert [(w.kind, w.kv_share, w.draining, w.activity) for w in snapshot.workers] == [
             ("rollout", 0.25, True, ""),
@@ -206,6 +207,19 @@ class TestLiveStatus:
         assert "running: 4 steps trained, 5 decided" in text
         assert "weights     version 4, digest dddddddddddd, 2.0 MiB" in text
         assert "uncommitted 7 experience" in text and "manager 3-cc" in text
+
+    async def test_a_step_is_shown_once_its_figures_are_known(self) -> None:
+        """The trainer raises `step` in etcd a moment before it reports the step's reward: a line must not show the new
+        step beside the reward of the one before."""
+        coordination = MemoryCoordination(MemoryEtcd())
+        await a_run(coordination)
+        live = await read_live(coordination, "my-run", "abc")
+        assert live.head is not None and live.progress is not None
+        ahead = replace(live, head=live.head.model_copy(update={"step": 5}))
+        assert [(s.step, s.reward) for s in (to_snapshot(ahead, max_steps=40, elapsed_s=1),)] == [(4, 0.5)]
+        new_trainer = replace(ahead, progress=live.progress.model_copy(update={"rewards": {}, "metrics": {}}))
+        seen = to_snapshot(new_trainer, max_steps=40, elapsed_s=1, rewards={3: 0.5, 4: 0.6})
+        assert (seen.step, seen.reward, seen.reward_mean_10) == (5, 0.6, pytest.approx(0.55))
 
     async def test_a_running_run_is_found_through_its_endpoint_file(
         self, make_store: Callable[..., Path], etcd: str

@@ -81,7 +81,7 @@ class Bench:
             PartialLog(self.storage, name, sync=self.config.rollout.fsync),
             live.values,
             clock,
-            interval_s=self.config.rollout.flush_interval,
+            interval_s=self.config.flush_interval,
             enabled=streaming,
         )
         generations = [
@@ -161,7 +161,7 @@ async def compare(bench: Bench, rounds: int) -> None:
     fsync = " with fsync" if c.rollout.fsync else ""
     print(
         f"{c.model.path} on {c.rollout.engine}, {len(bench.prompts)} trajectories of up to {c.sampling.max_tokens} "
-        f"tokens, {bench.running} at once, a flush every {c.rollout.flush_interval} s{fsync}"
+        f"tokens, {bench.running} at once, a flush every {c.flush_interval} s{fsync}"
     )
     await bench.round("warm-up-on", streaming=True)
     await bench.round("warm-up-off", streaming=False)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from laminar import __version__
+from laminar.buffer.etcd_access import PASSWORD_VARIABLE, VARIABLES, EtcdAccess
 from laminar.errors import LaminarError
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ experience = typer.Typer(
 )
 app.add_typer(experience, name="experience")
 
+PEM = "PEM file"
 RUN_HELP = "A run's name, a store folder or its URL."
 Target = Annotated[str | None, typer.Argument(metavar="[RUN]", help=f"{RUN_HELP} Default: the newest run here.")]
 Named = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP)]
@@ -115,18 +117,33 @@ def run(
 def worker(
     kind: Annotated[Kind, typer.Argument(help="What it does.")],
     name: Annotated[str, typer.Option("--run", metavar="NAME", help="The run to join.")],
-    etcd: Annotated[str, typer.Option("--etcd", metavar="HOST:PORT,…", help="etcd's addresses.")],
+    etcd: Annotated[
+        str, typer.Option("--etcd", metavar="HOST:PORT,…", envvar="LAMINAR_ETCD", help="etcd's addresses.")
+    ],
+    ca: Annotated[str, typer.Option("--etcd-ca", envvar=VARIABLES["ca"], help=f"TLS: {PEM} of etcd's authority.")] = "",
+    certificate: Annotated[
+        str, typer.Option("--etcd-cert", envvar=VARIABLES["certificate"], help=f"TLS: {PEM} of this client.")
+    ] = "",
+    key: Annotated[str, typer.Option("--etcd-key", envvar=VARIABLES["key"], help=f"TLS: {PEM} of its key.")] = "",
+    user: Annotated[str, typer.Option("--etcd-user", envvar=VARIABLES["user"], help="etcd's user, if it asks.")] = "",
+    password_env: Annotated[
+        str, typer.Option("--etcd-password-env", help="The environment variable that holds the password.")
+    ] = PASSWORD_VARIABLE,
+    password_file: Annotated[
+        str, typer.Option("--etcd-password-file", envvar=VARIABLES["password_file"], help="Or the file that does.")
+    ] = "",
     index: Annotated[int, typer.Option("--index", min=0, help="Which of the workers of its kind on this host.")] = 0,
 ) -> None:
     """Start one worker by hand, on any machine that reaches etcd and the store.
 
-    Everything else it reads from the run's manifest.
+    Everything else it reads from the run's manifest. Keys of an object store come from the environment.
 
     `laminar worker rollout --etcd node1:2379,node2:2379 --run my-run`
     """
     from laminar.workers.main import run_worker
 
-    raise typer.Exit(run_worker(kind.value, endpoints=_endpoints(etcd), run=name, index=index))
+    access = EtcdAccess(tuple(_endpoints(etcd)), ca, certificate, key, user, password_env, password_file)
+    raise typer.Exit(run_worker(kind.value, access=access, run=name, index=index))
 
 
 @app.command()

@@ -10,15 +10,16 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from laminar.buffer.keys import RUN_NAME
+from laminar.config_places import SECTION, CoordinationConfig, StorageConfig
 from laminar.config_values import annotation_of, explain, read_override, refuse_secrets
 from laminar.errors import ConfigError
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = SECTION
 
 
 class RunConfig(Section):
@@ -167,8 +168,9 @@ class RolloutConfig(Section):
     """Prompt and response tokens of a trajectory at most."""
     kv_cache_mib: int = Field(0, ge=0)
     """KV cache in MiB; 0: 256 on CPU, the engine's own choice on CUDA."""
-    flush_interval: float = Field(0.5, gt=0, le=3600)
-    """Seconds between two flushes of partial responses: what a crash loses at most."""
+    flush_interval: float = Field(0.0, ge=0, le=3600)
+    """Seconds between two flushes of partial responses: what a crash loses at most. 0: 0.5 in a folder, 5 in an object
+    store, where each flush is a request that is paid for."""
     fsync: bool = True
     """One fsync a flush. Off: a power cut may lose what a crash of the process does not."""
     threads: int = Field(1, ge=1)
@@ -237,6 +239,9 @@ class TrainerConfig(Section):
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(2, ge=1)
     """Checkpoints kept; the newest ones."""
+    keep_batches: Literal["checkpoints", "all"] = "checkpoints"
+    """Batch files kept: those that a restart from a kept checkpoint would train on again, or all. The others only hold
+    rows that the experience has too, from which they are made again when they are needed."""
     threads: int = Field(0, ge=0)
     """CPU threads of the trainer; 0: all cores but one for each rollout, at least one."""
     deterministic: bool = True
@@ -266,13 +271,6 @@ class RelayConfig(Section):
     """Newest versions kept beside those that claims refer to."""
 
 
-class CoordinationConfig(Section):
-    endpoints: list[str] = []
-    """etcd addresses HOST:PORT; empty: `laminar run` starts an etcd of its own."""
-    lease_ttl: float = Field(10.0, ge=2, le=3600)
-    """Seconds after which a silent worker loses what it owns. 10 on one machine, 15 on clusters."""
-
-
 class LoggingConfig(Section):
     level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
     """INFO tells the story of the run, DEBUG of each trajectory."""
@@ -293,6 +291,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     relay: RelayConfig = RelayConfig()
+    storage: StorageConfig = StorageConfig()
     coordination: CoordinationConfig = CoordinationConfig()
     logging: LoggingConfig = LoggingConfig()
 
@@ -327,8 +326,17 @@ class Config(Section):
         return self.trainer.max_ahead_groups or 2 * self.trainer.groups_per_step
 
     @property
+    def flush_interval(self) -> float:
+        """Seconds between two flushes of partial responses."""
+        return self.rollout.flush_interval or (5.0 if is_object_store(self.store_root) else 0.5)
+
+    @property
     def store_root(self) -> str:
         return self.run.store or f"runs/{self.run.name}"
+
+
+def is_object_store(root: str) -> bool:
+    return "://" in root and not root.startswith("file://")
 
 
 FROZEN = ("run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype", "relay.chunk_mib")

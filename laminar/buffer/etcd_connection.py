@@ -21,6 +21,7 @@ import grpc.aio
 
 from laminar.buffer import requests
 from laminar.buffer.etcd3_shim import rpc
+from laminar.buffer.etcd_access import parse_endpoint
 from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LeaseLost
 
 log = logging.getLogger(__name__)
@@ -109,20 +110,6 @@ class Link:
         self.watch = rpc.WatchStub(self.channel)
         self.auth = rpc.AuthStub(self.channel)
         self.maintenance = rpc.MaintenanceStub(self.channel)
-
-
-def parse_endpoint(endpoint: str, tls: bool) -> tuple[str, int]:
-    """`HOST:PORT`, `[IPV6]:PORT`, or a URL with either. Raises ConfigError."""
-    scheme, separator, rest = endpoint.rpartition("://")
-    if separator and scheme not in ("http", "https"):
-        raise ConfigError(f"etcd endpoint {endpoint!r}: unknown scheme {scheme!r}, use HOST:PORT")
-    if scheme == "https" and not tls:
-        raise ConfigError(f"etcd endpoint {endpoint!r} asks for TLS, but no certificates were given")
-    host, _, port = rest.rstrip("/").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"etcd endpoint {endpoint!r} is not HOST:PORT")
-    return host, int(port)
 
 
 class EtcdConnection:

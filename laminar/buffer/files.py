@@ -52,6 +52,11 @@ class Storage(Protocol):
     @property
     def supports_append(self) -> bool: ...
 
+    @property
+    def table_options(self) -> dict[str, str]:
+        """What Lance needs, beside the URL that `absolute` gives, to open a table in this store. Never a secret."""
+        ...
+
     async def write(self, path: str, data: bytes, *, overwrite: bool = False) -> None:
         """Publish a file whole and durably. Raises AlreadyExists, with the file untouched, unless `overwrite`."""
         ...

@@ -10,17 +10,17 @@ ids of our own: Lance holds either incompatible with whatever came since the ver
 the manifest atomically. Lance never syncs local files either: a power cut takes acknowledged commits and can leave
 a newest manifest that does not open, or that opens as an empty table of version 0. So every step is synced here,
 and `_newest` checks what it opens and sets an unreadable newest manifest aside: it was not acknowledged.
+
+In an object store the same holds without syncs: a manifest is made by a conditional put, which the store's probe has
+tried before anything relies on it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import re
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from laminar.buffer.files import StorageFull
-from laminar.buffer.local_files import sync_folder
+from laminar.buffer.lance_files import SET_ASIDE, TableFiles, version_of
 from laminar.buffer.memory_table import check_columns, with_commit_seq
 from laminar.buffer.table_errors import TableUnreadable, TargetTaken
 from laminar.errors import StoreError
@@ -45,9 +45,6 @@ ROWS_PER_FRAGMENT = 10_000
 """Fragments below this are merged by a compaction; 10,000 trajectories of 4,096 tokens are about half a gigabyte."""
 COMPACTION = "compaction"
 CLEANED_UP = "\0cleaned up"
-SET_ASIDE = ".unreadable"
-VERSIONS_UP = (1 << 64) - 1
-"""Manifests are named by this minus their version, so that the newest is listed first."""
 
 
 class LanceTable:
@@ -61,11 +58,11 @@ class LanceTable:
     ) -> None:
         self.uri = uri.removeprefix("file://")
         self.schema = schema
-        self.local = "://" not in self.uri
-        self.fsync = fsync and self.local
+        self.files = TableFiles(self.uri, fsync=fsync)
         self.storage_options = storage_options
         self._lock = threading.RLock()
         self._dataset: Any = None
+        self._seen = False
         self._session: Any = None
         self._keys: dict[int, str | None] = {}
 
@@ -121,18 +118,22 @@ class LanceTable:
         """The data set at its newest version, or None. Raises TableUnreadable if it does not open."""
         with self._lock:
             while True:
-                manifest = self._newest_manifest()
-                if self.local and manifest is None:
+                manifest = self.files.newest_manifest()
+                if self.files.local and manifest is None:
                     self._dataset = None
                     return None
                 try:
                     self._dataset = self._refreshed(manifest)
+                    self._seen = True
                     return self._dataset
                 except (OSError, ValueError) as e:
                     self._dataset = None
-                    if not self.local and "was not found" in str(e):
-                        return None
-                    if manifest is not None and manifest != self._newest_manifest():
+                    if not self.files.local:
+                        # A table that was there cannot be absent: it would be begun anew over its remains.
+                        if "was not found" in str(e) and not self._seen:
+                            return None
+                        raise
+                    if manifest is not None and manifest != self.files.newest_manifest():
                         continue  # a newer one came, or this one was set aside by another process
                     self._set_aside(manifest, e)
 
@@ -142,7 +143,7 @@ class LanceTable:
             dataset = self._dataset
         else:
             dataset = self._open()
-        named = _version_of(manifest) if manifest is not None else dataset.version
+        named = version_of(manifest) if manifest is not None else dataset.version
         # Another commit may have come since the listing, but never an older version, and never version 0.
         if dataset.version < max(named, 1):
             raise OSError(f"it opens as version {dataset.version}, and its newest manifest is named {named}")
@@ -168,34 +169,23 @@ class LanceTable:
             session=self._session,
         )
 
-    def _manifests(self) -> list[Path]:
-        """Local manifests, newest first."""
-        folder = Path(self.uri, "_versions")
-        names = [n for n in os.listdir(folder) if re.fullmatch(r"\d+\.manifest", n)] if folder.is_dir() else []
-        return sorted((folder / n for n in names), key=_version_of, reverse=True)
-
-    def _newest_manifest(self) -> Path | None:
-        return next(iter(self._manifests()), None) if self.local else None
-
     def _set_aside(self, manifest: Path | None, cause: Exception) -> None:
         """Rename a newest manifest that is there and whose content does not open, if an older version opens, or
         none was ever committed. Raises TableUnreadable otherwise."""
         if manifest is None:
             raise TableUnreadable(f"the table {self.uri} does not open: {_first_line(cause)}") from cause
-        version = _version_of(manifest)
+        version = version_of(manifest)
         try:
             size = len(manifest.read_bytes())
-            older = self._manifests()[1:]
-            if older and self._open(version=_version_of(older[0])).version != _version_of(older[0]):
-                raise OSError(f"version {_version_of(older[0])} does not open as itself")
+            older = self.files.manifests()[1:]
+            if older and self._open(version=version_of(older[0])).version != version_of(older[0]):
+                raise OSError(f"version {version_of(older[0])} does not open as itself")
         except (OSError, ValueError) as e:
             raise TableUnreadable(
                 f"the table {self.uri} does not open at version {version} ({_first_line(cause)}), nor is the version "
                 f"before it usable ({_first_line(e)}); restore {manifest} from a backup, or rebuild the table"
             ) from e
-        with suppress(FileNotFoundError):
-            os.rename(manifest, manifest.with_name(manifest.name + SET_ASIDE))
-            sync_folder(manifest.parent)
+        self.files.set_aside(manifest)
         self._keys.clear()
         self._session = None
         log.warning(
@@ -222,7 +212,7 @@ class LanceTable:
                 data_storage_version=DATA_STORAGE_VERSION,
                 storage_options=self.storage_options,
             )
-            self._sync_data(fragments)
+            self.files.sync_data(fragments)
             if newest is None:
                 operation: Any = LanceOperation.Overwrite(self.schema, fragments)
             else:
@@ -237,7 +227,7 @@ class LanceTable:
                 if holder == key:
                     return target  # made, and only the reply was lost
                 if holder is not CLEANED_UP:
-                    self._delete_data(fragments)
+                    self.files.delete_data(fragments)
                 raise self._taken(target, key, f"the next one is {there + 1}") from e
             return target
 
@@ -255,7 +245,7 @@ class LanceTable:
             max_retries=0,
             commit_message=key,
         )
-        self._sync_manifests()
+        self.files.sync_manifests()
         # A handle to a new table does not share the bounded caches: open it anew.
         self._dataset = None if base is None else made
         if made.version != version + 1:
@@ -318,7 +308,7 @@ class LanceTable:
                     if self._version() == before:
                         raise
                     log.info("compaction of %s gave way to another commit: %s", self.uri, _first_line(e))
-                    self._delete_data([f for _, new in groups for f in new])
+                    self.files.delete_data([f for _, new in groups for f in new])
             newest = self._newest()
             assert newest is not None
             newest.cleanup_old_versions(retain_versions=keep)
@@ -333,7 +323,7 @@ class LanceTable:
         options = CompactionOptions(target_rows_per_fragment=ROWS_PER_FRAGMENT, num_threads=1)
         results = [task.execute(base) for task in Compaction.plan(base, options).tasks]
         for result in results:
-            self._sync_data(result.new_fragments)
+            self.files.sync_data(result.new_fragments)
         # Lance's type stubs have another name for `original_fragments`.
         return [(list(r.original_fragments), list(r.new_fragments)) for r in results]  # type: ignore[attr-defined]
 
@@ -344,38 +334,6 @@ class LanceTable:
         rewritten = [LanceOperation.RewriteGroup(old, [next(numbered) for _ in new]) for old, new in groups]
         self._publish(base, LanceOperation.Rewrite(rewritten, []), COMPACTION)
 
-    # -- durability ---------------------------------------------------------------------------------------------
-
-    def _data_files(self, fragments: Sequence[Any]) -> list[Path]:
-        return [Path(self.uri, "data", file.path) for fragment in fragments for file in fragment.files]
-
-    def _sync_data(self, fragments: Sequence[Any]) -> None:
-        if self.fsync:
-            for path in self._data_files(fragments):
-                _sync_file(path)
-            data = Path(self.uri, "data")
-            for folder in (data, data.parent, data.parent.parent):
-                if folder.is_dir():
-                    sync_folder(folder)
-
-    def _sync_manifests(self) -> None:
-        if not self.fsync:
-            return
-        newest = self._manifests()[:2]
-        for path in newest:
-            _sync_file(path)
-        for name in ("_versions", "_transactions"):
-            folder = Path(self.uri, name)
-            if folder.is_dir():
-                sync_folder(folder)
-        sync_folder(self.uri)
-
-    def _delete_data(self, fragments: Sequence[Any]) -> None:
-        """Files that were surely never committed: cleanup would keep them for a week."""
-        if self.local:
-            for path in self._data_files(fragments):
-                path.unlink(missing_ok=True)
-
 
 def _fragments(dataset: Any) -> list[Any]:
     return [f.metadata for f in dataset.get_fragments()]
@@ -385,19 +343,6 @@ def _numbered(base: Any, fragments: Sequence[Any]) -> list[Any]:
     """New fragments under the ids that follow those of `base`. They never repeat: a compaction's are higher yet."""
     first = 1 + max((f.id for f in _fragments(base)), default=-1)
     return [replace(f, id=first + i) for i, f in enumerate(fragments)]
-
-
-def _version_of(manifest: Path) -> int:
-    number = int(manifest.name.partition(".")[0])
-    return VERSIONS_UP - number if number > 1 << 63 else number
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _first_line(e: Exception) -> str:

@@ -29,6 +29,10 @@ class LocalStorage:
     local = True
     supports_append = True
 
+    @property
+    def table_options(self) -> dict[str, str]:
+        return {}
+
     def absolute(self, path: str) -> str:
         return str(self._root / clean_path(path))
 

@@ -36,6 +36,10 @@ class MemoryStorage:
         self.fault: Callable[[str, str], None] | None = None
         self._files: dict[str, _File] = {}
 
+    @property
+    def table_options(self) -> dict[str, str]:
+        return {}
+
     def absolute(self, path: str) -> str:
         return f"{self.url}/{clean_path(path)}"
 
@@ -110,6 +114,13 @@ class MemoryStorage:
     def damage(self, path: str, offset: int, data: bytes) -> None:
         """Overwrite bytes in place, as a bad disk would."""
         self._files[path].data[offset : offset + len(data)] = data
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Bytes of each file under `prefix`."""
+        return {p: len(f.data) for p, f in self._files.items() if p.startswith(f"{prefix}/")}
+
+    def flip(self, path: str, offset: int, bit: int) -> None:
+        self._files[path].data[offset] ^= 1 << bit
 
     async def _begin(self, verb: str, path: str) -> str:
         path = clean_path(path)

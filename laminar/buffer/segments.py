@@ -18,6 +18,7 @@ each; `load_segment` gives the same rows.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ END = CONTINUATION + bytes(4)
 NO_CRC = b"0x00000000"
 CRC_VALUE = re.compile(rb"\x0a\x00\x00\x00(0x[0-9a-f]{8})\x00")
 """The CRC as flatbuffers hold a string: its length, ten characters, a zero."""
+READ_AT_ONCE = 16
+"""Objects of one segment: an object store takes tens of milliseconds to answer, however small the object."""
 OBJECT_SUFFIX = re.compile(r"-\d{6,}(?=\.arrows$)")
 
 
@@ -134,10 +137,13 @@ async def load_segment(storage: Storage, path: str, schema: pa.Schema, files: It
     if mine == [path]:
         return read_segment(await storage.read(path), schema, strict=False, name=path)
     batches: list[pa.RecordBatch] = []
+    read: list[bytes] = []
     for seq, name in enumerate(mine):
         if name != object_path(path, seq):
             return SegmentContents(tuple(batches), None, f"{path}: object {seq} is missing, {name} is there")
-        contents = read_segment(await storage.read(name), schema, strict=False, complete=True, first_seq=seq, name=name)
+        if not read:
+            read = await asyncio.gather(*(storage.read(n) for n in mine[seq : seq + READ_AT_ONCE]))
+        contents = read_segment(read.pop(0), schema, strict=False, complete=True, first_seq=seq, name=name)
         batches += contents.batches
         if contents.damage:
             return SegmentContents(tuple(batches), None, contents.damage)

@@ -11,7 +11,7 @@ folders, `FsspecStorage` object stores, `MemoryStorage` tests and the simulator;
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 from laminar.buffer.files import AlreadyExists, FileInfo, NotFound, Storage, StorageFull
 from laminar.buffer.local_files import LocalStorage
@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 
-def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
-    """Storage for a folder, `file://` URL or any fsspec URL; `options` go to the fsspec file system.
+def open_storage(url: str, options: Mapping[str, str] | None = None) -> Storage:
+    """Storage for a folder, `file://` URL or any fsspec URL; `options` are those of the config's section `storage`.
 
-    Raises ConfigError for a scheme that cannot be opened.
+    Raises ConfigError for a scheme that cannot be opened, and for options that do not fit it.
     """
     if url.startswith("memory://"):
         raise ConfigError(f"store {url!r} would vanish with its process; give a folder or an object store's URL")

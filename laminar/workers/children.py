@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from laminar.buffer.etcd_access import EtcdAccess
 
-def worker_command(kind: str, endpoints: Sequence[str], run: str) -> list[str]:
+
+def worker_command(kind: str, access: EtcdAccess, run: str) -> list[str]:
     """`laminar worker KIND …` with the interpreter that runs now."""
-    return [sys.executable, "-m", "laminar.cli", "worker", kind, "--etcd", ",".join(endpoints), "--run", run]
+    return [sys.executable, "-m", "laminar.cli", "worker", kind, *access.arguments(), "--run", run]
 
 
 class Child:

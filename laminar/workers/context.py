@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from laminar.buffer.coordination import Coordination
-from laminar.buffer.etcd import EtcdCoordination
+from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.manifest import RunFile, read_run
@@ -59,22 +59,27 @@ class Member:
         raise LeaseLost(f"{self.id} lost its lease: {self.session.reason}; what it held goes to others")
 
 
-async def join_run(endpoints: list[str], name: str, clock: Clock | None = None) -> Run:
+async def join_run(access: EtcdAccess, name: str, clock: Clock | None = None) -> Run:
     """Connect to etcd, read the manifest, open the store and check that it is the one that the others see."""
-    coordination = EtcdCoordination(endpoints)
+    coordination = access.connect()
     try:
-        return await open_run(coordination, name, clock or SystemClock())
+        run = await open_run(coordination, name, clock or SystemClock())
+        if not run.storage.local:
+            await run.storage.probe()  # with this host's keys: what it may not do shows now, and not at the first flush
+        return run
     except BaseException:
         await coordination.close()
         raise
 
 
-async def open_run(coordination: Coordination, name: str, clock: Clock, storage: Storage | None = None) -> Run:
+async def open_run(
+    coordination: Coordination, name: str, clock: Clock, storage: Storage | None = None, machine: Machine | None = None
+) -> Run:
     kv = await coordination.get(Keys(name).manifest)
     if kv is None:
         raise StoreError(f"etcd knows no run {name!r} (no {Keys(name).manifest}); start it: `laminar run CONFIG`")
     manifest = RunManifest.parse(kv.value)
-    storage = storage or open_storage(manifest.store)
+    storage = storage or open_storage(manifest.store, manifest.storage)
     file = await read_run(storage)
     if file.store_id != manifest.store_id:
         raise StoreError(
@@ -82,7 +87,7 @@ async def open_run(coordination: Coordination, name: str, clock: Clock, storage:
             "not see the same storage as the others; check its mounts"
         )
     keys = Keys(name, manifest.generation)
-    return Run(coordination, keys, storage, file, config_from(file.config, origin="run.json"), clock)
+    return Run(coordination, keys, storage, file, config_from(file.config, origin="run.json"), clock, machine or this_machine())
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from laminar.buffer.prompts import PromptPool
+from laminar.buffer.storage import Storage
 from laminar.workers.context import Run
 from laminar.workers.conversation import Conversation, load_tokenizer, stop_token_ids
 from laminar.workers.engines.base import Engine, EngineCapacity
@@ -33,8 +34,8 @@ async def equip(run: Run, engine: Engine) -> Equipment:
     await host.start()
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, folder)
-        pool = await PromptPool.open(run.storage.absolute("prompts.lance"))
-        held_out = await PromptPool.open(run.storage.absolute("held_out.lance")) if run.file.held_out else None
+        pool = await _open_pool(run.storage, "prompts")
+        held_out = await _open_pool(run.storage, "held_out") if run.file.held_out else None
         capacity = await engine.start()
         return Equipment(
             engine=engine,
@@ -48,3 +49,7 @@ async def equip(run: Run, engine: Engine) -> Equipment:
     except BaseException:
         await host.close()
         raise
+
+
+async def _open_pool(storage: Storage, name: str) -> PromptPool:
+    return await PromptPool.open(storage.absolute(f"{name}.lance"), storage_options=storage.table_options)

@@ -14,22 +14,22 @@ import difflib
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import fsspec
-import fsspec.core
 import pyarrow as pa
 
 from laminar.buffer.manifest import RunFile, read_run
 from laminar.buffer.schema import PROMPTS, TABLES
-from laminar.buffer.storage import open_storage
+from laminar.buffer.storage import Storage, open_storage
 from laminar.errors import ConfigError, StoreError
+from laminar.workers.store_mark import MARK, read_mark
 
+T = TypeVar("T")
 RUNS = Path("runs")
 QUERYABLE = {**TABLES, "prompts": PROMPTS}
 RESERVED = re.compile(r'(?<!")\b(group(?!\s+by)|at)\b(?!")', re.IGNORECASE)
@@ -38,6 +38,7 @@ UNREADABLE = (
     "a power cut can leave an unreadable newest manifest, which the run's committer sets aside when the run is started "
     "again"
 )
+READ_AT_ONCE = 16
 LIST_COLUMNS = '"group", sample, version, reward, status, finish_reason, len(token_ids) as tokens, turns, finished_at'
 
 
@@ -64,29 +65,35 @@ def resolve_target(target: str | None) -> str:
 
 
 def _run_folders() -> list[Path]:
-    return [folder for folder in RUNS.iterdir() if (folder / "run.json").is_file()] if RUNS.is_dir() else []
+    return [folder for folder in RUNS.iterdir() if _run_mark(folder).is_file()] if RUNS.is_dir() else []
+
+
+def _run_mark(folder: Path) -> Path:
+    """The file by which a folder is known for a run's: its manifest, or what says in which store that is."""
+    return folder / MARK if (folder / MARK).is_file() else folder / "run.json"
 
 
 def _newest_run() -> str:
     folders = _run_folders()
     if not folders:
         raise ConfigError(f"there is no run under {RUNS}/ here; name a run, a store folder or a URL")
-    return str(max(folders, key=lambda folder: (folder / "run.json").stat().st_mtime_ns))
+    return str(max(folders, key=lambda folder: _run_mark(folder).stat().st_mtime_ns))
 
 
 @dataclass(frozen=True)
 class StoreView:
-    """A store opened for reading. `run` is its manifest."""
+    """A store opened for reading. `run` is its manifest, `options` what its storage was opened with."""
 
     root: str
     run: RunFile
+    storage: Storage
+    options: Mapping[str, str]
 
     @classmethod
-    def open(cls, root: str) -> StoreView:
+    def open(cls, root: str, options: Mapping[str, str] | None = None) -> StoreView:
         """Blocks. Raises StoreError or FormatTooNew if there is no run at `root` that this version can read."""
-        # In a thread of its own: the caller may be inside an event loop.
-        with ThreadPoolExecutor(1, thread_name_prefix="open-store") as pool:
-            return cls(root, pool.submit(lambda: asyncio.run(read_run(open_storage(root)))).result())
+        storage = open_storage(root, options)
+        return cls(root, _blocking(read_run(storage)), storage, options or {})
 
     @property
     def local(self) -> bool:
@@ -97,19 +104,23 @@ class StoreView:
 
     def exists(self, table: str) -> bool:
         """Whether a first commit has made this table."""
-        versions = f"{self.uri(table)}/_versions"
+        versions = f"{table}.lance/_versions"
         if self.local:
-            return os.path.isdir(versions)
-        filesystem, path = fsspec.core.url_to_fs(versions)
-        return bool(filesystem.exists(path))
+            return os.path.isdir(f"{self.root}/{versions}")
+        return bool(_blocking(self.storage.list(versions)))
 
     def files(self, folder: str, ending: str) -> list[tuple[str, bytes]]:
         """Path and content of each file right under `folder` whose name ends so; none if there is no such folder."""
-        filesystem, path = fsspec.core.url_to_fs(f"{self.root}/{folder}")
-        if not filesystem.isdir(path):
-            return []
-        names = sorted(name for name in filesystem.ls(path, detail=False) if name.endswith(ending))
-        return [(name, filesystem.cat_file(name)) for name in names]
+        return _blocking(self._files(folder, ending))
+
+    async def _files(self, folder: str, ending: str) -> list[tuple[str, bytes]]:
+        paths = [f.path for f in await self.storage.list(folder)]
+        wanted = [path for path in paths if path.endswith(ending) and path.count("/") == folder.count("/") + 1]
+        found: list[tuple[str, bytes]] = []
+        for start in range(0, len(wanted), READ_AT_ONCE):
+            some = wanted[start : start + READ_AT_ONCE]
+            found += zip(some, await asyncio.gather(*(self.storage.read(path) for path in some)), strict=True)
+        return found
 
     def dataset(self, table: str) -> Any:
         """The newest committed version as a Lance data set, or an empty Arrow table where no commit was made yet.
@@ -121,7 +132,7 @@ class StoreView:
         import lance
 
         try:
-            dataset = lance.dataset(self.uri(table))
+            dataset = lance.dataset(self.uri(table), storage_options=self.storage.table_options)
         except (ValueError, OSError) as e:
             raise StoreError(f"the table {self.uri(table)} does not open: {_first_line(e)}; {UNREADABLE}") from e
         # A manifest that a power cut left as zeros opens without an error, as a table of no columns.
@@ -185,7 +196,15 @@ def explained(sql: str) -> Iterator[None]:
 
 def open_store(target: str | None) -> StoreView:
     """Raises ConfigError if there is no such folder; StoreError or FormatTooNew if it holds no run that we can read."""
-    return StoreView.open(resolve_target(target))
+    root = resolve_target(target)
+    mark = read_mark(Path(root)) if "://" not in root else None
+    return StoreView.open(mark.store, mark.options) if mark else StoreView.open(root)
+
+
+def _blocking(work: Coroutine[Any, Any, T]) -> T:
+    """In a thread of its own: the caller may be inside an event loop."""
+    with ThreadPoolExecutor(1, thread_name_prefix="store") as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 def list_experience(store: StoreView, *, limit: int, where: str = "") -> pa.Table:
@@ -289,18 +308,24 @@ def _segments(row: dict[str, Any], spans: list[Span], tokenizer: Any) -> list[Se
 def find_tokenizer(store: StoreView) -> Any:
     """The run's tokenizer (a `tokenizers.Tokenizer`) from the model's folder or a checkpoint's export; None if neither
     has a `tokenizer.json`. A file that is there and is not a tokenizer is a StoreError."""
-    candidates = [Path(store.run.model_folder) / "tokenizer.json"]
-    if store.local:
-        candidates += sorted(Path(store.root).glob("checkpoints/step-*/**/tokenizer.json"))
-    path = next((candidate for candidate in candidates if candidate.is_file()), None)
-    if path is None:
+    path = Path(store.run.model_folder) / "tokenizer.json"
+    if path.is_file():
+        text = path.read_bytes()
+    elif (exported := _blocking(_exported_tokenizer(store.storage))) is not None:
+        text = exported
+    else:
         return None
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(path))
+        return Tokenizer.from_buffer(text)
     except Exception as e:  # tokenizers raises bare Exception
         raise StoreError(f"the tokenizer {path} does not load: {_first_line(e)}") from e
+
+
+async def _exported_tokenizer(storage: Storage) -> bytes | None:
+    paths = [f.path for f in await storage.list("checkpoints") if f.path.endswith("/tokenizer.json")]
+    return await storage.read(paths[0]) if paths else None
 
 
 @dataclass(frozen=True)
@@ -315,7 +340,7 @@ def audit_run(store: StoreView, endpoints: list[str]) -> AuditReport:
     """Check the invariants from etcd at one revision and the store. `endpoints` empty: where the run says. Blocks."""
     from laminar.workers.auditing import run_audit
 
-    problems, summary = run_audit(store=store.root, endpoints=endpoints)
+    problems, summary = run_audit(store=store.root, options=store.options, endpoints=endpoints)
     return AuditReport(problems, summary)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
-import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
+from laminar.buffer.etcd_access import EtcdAccess
 from laminar.errors import ConfigError
 from laminar.workers.children import Child, worker_command
 from laminar.workers.context import Run, join_run, joined
@@ -19,12 +20,12 @@ log = logging.getLogger(__name__)
 KINDS = ("rollout", "trainer", "relay", "committer")
 
 
-def run_worker(kind: str, *, endpoints: list[str], run: str, index: int = 0) -> int:
+def run_worker(kind: str, *, access: EtcdAccess, run: str, index: int = 0) -> int:
     """Blocking; the exit code. Raises LaminarError with what went wrong."""
     if kind not in KINDS:
         raise ConfigError(f"there is no worker kind {kind!r}; the kinds are {', '.join(KINDS)}")
     faulthandler.enable()
-    return asyncio.run(_run_worker(kind, endpoints, run))
+    return asyncio.run(_run_worker(kind, access, run))
 
 
 def configure_logging(level: str) -> None:
@@ -37,15 +38,15 @@ def configure_logging(level: str) -> None:
     logging.getLogger("laminar").setLevel(level)
 
 
-async def _run_worker(kind: str, endpoints: list[str], name: str) -> int:
+async def _run_worker(kind: str, access: EtcdAccess, name: str) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    run = await join_run(endpoints, name)
+    run = await join_run(access, name)
     configure_logging(run.config.logging.level)
     try:
-        work = asyncio.create_task(_work(kind, run, stop, endpoints))
+        work = asyncio.create_task(_work(kind, run, stop, access))
         if kind in ("trainer", "committer"):
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait([work, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -61,11 +62,11 @@ async def _run_worker(kind: str, endpoints: list[str], name: str) -> int:
         await run.coordination.close()
 
 
-async def _work(kind: str, run: Run, stop: asyncio.Event, endpoints: list[str]) -> None:
+async def _work(kind: str, run: Run, stop: asyncio.Event, access: EtcdAccess) -> None:
     if kind == "relay":
         from laminar.workers.relay import relay_main, serve_weights
 
-        command = worker_command("committer", endpoints, run.keys.run)
+        command = worker_command("committer", access, run.keys.run)
         await relay_main(run, stop, serve_weights(run), lambda: Child(command))
     elif kind == "committer":
         from laminar.workers.committer import committer_main
@@ -104,25 +105,15 @@ async def _rollout(run: Run, stop: asyncio.Event) -> None:
 
 
 async def _trainer(run: Run) -> None:
-    from laminar.workers.learning.learner import TorchLearner
+    from laminar.workers.learning import create_learner
     from laminar.workers.metrics import MetricSinks
     from laminar.workers.tables import open_table
     from laminar.workers.trainer import trainer_main
 
     config = run.config
-    threads = config.trainer.threads or max(1, (os.cpu_count() or 1) - config.rollout.workers)
-    trainer = config.trainer.model_copy(update={"threads": threads})
     sinks = MetricSinks(run.storage.absolute(""), config.logging, run=config.run.name, run_id=run.file.store_id)
 
-    def make_learner() -> TorchLearner:
-        return TorchLearner(
-            Path(run.file.model_folder),
-            trainer,
-            temperature=config.sampling.temperature,
-            dtype=config.model.dtype,
-            total_steps=config.run.max_steps,
-        )
-
+    make_learner = partial(create_learner, config, Path(run.file.model_folder))
     try:
         async with joined(run, "trainer") as member:
             await trainer_main(run, member, make_learner, open_table(run.storage, "experience"), sinks)

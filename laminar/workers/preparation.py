@@ -58,7 +58,7 @@ class Plan:
 
 async def plan_run(config: Config) -> Plan:
     """Check everything that can be checked without starting or writing. Raises ConfigError."""
-    storage = open_storage(config.store_root)
+    storage = open_storage(config.store_root, config.storage.model_dump())
     await _check_space(storage)
     existing = await read_run(storage) if await storage.exists(PATH) else None
     folder = await asyncio.to_thread(resolve_model, config.model.path)
@@ -101,6 +101,7 @@ async def _fitting(config: Config, folder: Path, prompts: PromptSet) -> tuple[pa
     host = EnvironmentHost(config.environment, config.reward, workers=1)
     await host.start()
     try:
+
         async def length(row: dict) -> int:  # type: ignore[type-arg]
             turn = await host.reset(prompt_of(row))
             return len(conversation.prompt_ids(turn.messages))
@@ -139,9 +140,10 @@ async def write_plan(plan: Plan, clock: Clock, step: int = 0) -> RunFile:
         )
         await write_run(plan.storage, file, overwrite=True)
         return file
-    await PromptPool.create(plan.storage.absolute("prompts.lance"), plan.train)
-    if plan.held_out.num_rows:
-        await PromptPool.create(plan.storage.absolute("held_out.lance"), plan.held_out)
+    for name, rows in (("prompts", plan.train), ("held_out", plan.held_out)):
+        if rows.num_rows:
+            uri, options = plan.storage.absolute(f"{name}.lance"), plan.storage.table_options
+            await PromptPool.create(uri, rows, storage_options=options)
     file = RunFile(
         run=plan.config.run.name,
         created_at_us=clock.now_us(),

@@ -9,4 +9,5 @@ from laminar.buffer.table import Table
 
 
 def open_table(storage: Storage, name: str) -> Table:
-    return LanceTable(storage.absolute(f"{name}.lance"), TABLES[name], fsync=storage.local)
+    uri, options = storage.absolute(f"{name}.lance"), storage.table_options
+    return LanceTable(uri, TABLES[name], fsync=storage.local, storage_options=options)

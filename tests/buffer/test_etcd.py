@@ -16,7 +16,8 @@ import pytest
 from laminar.buffer.coordination import Change, Delete, Listing, Put, Transaction
 from laminar.buffer.etcd import EtcdCoordination, Tls, prefix_range
 from laminar.buffer.etcd3_shim import rpc, serialized_descriptor
-from laminar.buffer.etcd_connection import EtcdConnection, parse_endpoint
+from laminar.buffer.etcd_access import parse_endpoint
+from laminar.buffer.etcd_connection import EtcdConnection
 from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable
 from laminar.workers.etcd_process import EtcdProcess, find_etcd
 

@@ -14,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
+from laminar.buffer.lance_files import TableFiles
 from laminar.buffer.lance_table import LanceTable
 from laminar.buffer.schema import STEPS
 from laminar.buffer.table import MemoryTable, Table, TableUnreadable, TargetTaken
@@ -151,17 +152,17 @@ async def test_a_late_committer_is_refused_whatever_came_between(tmp_path: Path,
     """Lance itself rebases a late append, and its rows are there twice."""
     table, late = lance_table(tmp_path), lance_table(tmp_path)
     await fill(table, 3)
-    written = late._sync_data
+    written = late.files.sync_data
 
     def overtaken(fragments: list[object]) -> None:
         written(fragments)
-        late._sync_data = written  # type: ignore[method-assign]
+        late.files.sync_data = written  # type: ignore[method-assign]
         if between != "compaction":
             asyncio.run(table.commit(rows(12), target=4, key="same rows"))
         if between != "commit":
             asyncio.run(table.compact(keep=1))
 
-    late._sync_data = overtaken  # type: ignore[method-assign, assignment]
+    late.files.sync_data = overtaken  # type: ignore[method-assign, assignment]
     with pytest.raises(TargetTaken, match=r"version 4, the next one is \d"):
         await late.commit(rows(12), target=4, key="late")
     expected = list(range(12 if between == "compaction" else 16))
@@ -191,11 +192,11 @@ async def test_a_commit_whose_reply_was_lost_is_recognised(tmp_path: Path, monke
     table = lance_table(tmp_path)
     await fill(table, 1)
 
-    def cut(self: LanceTable) -> None:
+    def cut(self: TableFiles) -> None:
         raise OSError("the answer never came")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LanceTable, "_sync_manifests", cut)
+        patch.setattr(TableFiles, "sync_manifests", cut)
         assert await table.commit(rows(4), target=2, key="k") == 2
     assert await table.count() == 8
 

@@ -1,8 +1,10 @@
-"""A small finished run, as its processes would have left it: shared by the tests of what looks at stores."""
+"""Virtual time, and a small finished run as its processes would have left it, for the tests of what looks at stores."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import selectors
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,40 @@ from laminar.buffer.schema import EVALUATION, EXPERIENCE, PROMPTS, STEP_METRICS,
 
 SAMPLES, STEPS_DONE, START_US = 4, 12, 1_780_000_000_000_000
 WORDS = ["<unk>", "what", "is", "two", "plus", "answer", "four", "tool", "says", "five", "done"]
+
+
+class JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Instead of waiting for the next timer, moves the clock to it."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready:
+            if timeout is None:
+                raise RuntimeError("nothing is scheduled any more: a deadlock")
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.clock = JumpingSelector()
+        super().__init__(self.clock)
+
+    def time(self) -> float:
+        return self.clock.now
+
+
+class VirtualTime(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return VirtualLoop()
+
+
+@pytest.fixture(scope="session")
+def virtual_time() -> asyncio.AbstractEventLoopPolicy:
+    """For a module's `event_loop_policy`: a test that waits for seconds of lost replies takes milliseconds."""
+    return VirtualTime()
 
 
 @pytest.fixture

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from laminar.buffer.archive import read_archive
 from laminar.buffer.claims import Held
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import BatchDecision, Cursor, Incoming, TableHead, TrainerHead, WeightsHead
 from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.segments import read_segment
-from laminar.buffer.steps import BATCH
+from laminar.buffer.steps import BATCH, oldest_checkpoint, read_closings
 from laminar.buffer.storage import Storage
 from laminar.buffer.table import Table
 from laminar.errors import StoreError
@@ -46,6 +47,8 @@ class Picture:
     """sha256 of each decided batch file that is there."""
     batch_groups: dict[str, dict[int, Counter[str]]] = field(default_factory=dict)
     """Per batch file: group -> how many rows of each use."""
+    removed: set[str] = field(default_factory=set)
+    """Batch files that no restart needs and that are not there any more."""
     metrics: Sequence[Mapping[str, Any]] = ()
     steps: Sequence[Mapping[str, Any]] = ()
     unreadable: list[str] = field(default_factory=list)
@@ -102,7 +105,13 @@ async def gather(
     picture.experience = table.to_pylist()
     picture.metrics = (await tables["step_metrics"].read()).to_pylist()
     picture.steps = (await tables["steps"].read(columns=["step", "group", "sample"])).to_pylist()
-    await _gather_batches(storage, [by_key[k].value for k in (*under(keys.batches), *under(keys.closings))], picture)
+    in_etcd = [BatchDecision.parse(by_key[k].value) for k in under(keys.batches)]
+    closings = await read_closings(storage, {k: by_key[k].value for k in under(keys.closings)})
+    archived = await read_archive(storage)
+    picture.offered |= {digest for step in archived for digest in step.offered}
+    in_etcd_too = {d.step for d in in_etcd}
+    old = [s.decision for s in archived if s.decision.step not in in_etcd_too]
+    await _gather_batches(storage, [*old, *in_etcd, *closings], picture)
     registered = {Incoming.parse(by_key[k].value).path for k in under(keys.incoming_root)}
     await _gather_left_over(storage, picture, living, registered)
     return picture
@@ -122,9 +131,10 @@ async def _gather_incoming(
     picture.registered += found
 
 
-async def _gather_batches(storage: Storage, values: Sequence[str], picture: Picture) -> None:
-    for value in values:
-        decision = BatchDecision.parse(value)
+async def _gather_batches(storage: Storage, decisions: Sequence[BatchDecision], picture: Picture) -> None:
+    """Files of steps before the oldest checkpoint may have been removed: the experience has their rows."""
+    oldest = 0
+    for decision in decisions:
         picture.decisions.append(decision)
         try:
             data = await storage.read(decision.file)
@@ -135,7 +145,12 @@ async def _gather_batches(storage: Storage, values: Sequence[str], picture: Pict
                     counts.setdefault(row["group"], Counter())[row["use"]] += 1
             picture.batch_groups[decision.file] = counts
         except (StoreError, FileNotFoundError) as e:
-            picture.unreadable.append(f"{decision.file}: {e}")
+            if isinstance(e, FileNotFoundError) and decision.step >= oldest:
+                oldest = oldest_checkpoint(f.path for f in await storage.list("checkpoints"))
+            if isinstance(e, FileNotFoundError) and decision.step < oldest:
+                picture.removed.add(decision.file)
+            else:
+                picture.unreadable.append(f"{decision.file}: {e}")
 
 
 async def _gather_left_over(storage: Storage, picture: Picture, living: set[str], registered: set[str]) -> None:
@@ -226,6 +241,7 @@ def _batches(p: Picture) -> list[str]:
     """Invariant 4: each step has one batch of whole groups; every group is consumed at most once."""
     problems: list[str] = []
     consumed: Counter[int] = Counter()
+    committed = Counter(r["group"] for r in p.experience) if p.removed else Counter[int]()
     for d in p.decisions:
         consumed.update(d.trained)
         consumed.update(d.retired.keys())
@@ -239,6 +255,9 @@ def _batches(p: Picture) -> list[str]:
             wanted = "train" if group in d.trained else d.retired.get(group)
             if uses != Counter({wanted: p.samples_per_prompt}):
                 problems.append(f"invariant 4: step {d.step}, group {group} has rows {dict(uses)}, not {wanted}")
+        groups = {*d.trained, *d.retired} if d.file in p.removed else set[int]()
+        if lost := sorted(g for g in groups if committed[g] != p.samples_per_prompt):
+            problems.append(f"invariant 4: step {d.step} has no file, nor the experience its groups {_some(lost)}")
     if twice := sorted(g for g, n in consumed.items() if n > 1):
         problems.append(f"invariant 4: groups consumed twice {_some(twice)}")
     per_step = Counter(d.step for d in p.decisions if d.trained)

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from laminar.errors import CorruptSegment, StoreError
 
 BATCH = EXPERIENCE.append(pa.field("use", pa.string()))
 CLOSING = re.compile(r"batches/closing-(\d+)(?:-\d+)?\.json")
+CHECKPOINT = re.compile(r"checkpoints/step-(\d+)/checkpoint\.json")
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,11 @@ def decision_path(step: int) -> str:
 def closing_path(key: str) -> str:
     """Where the copy of a closing lies: `key` is its name in etcd."""
     return f"batches/closing-{key.rsplit('/', 1)[-1]}.json"
+
+
+def oldest_checkpoint(paths: Iterable[str]) -> int:
+    """The version of the oldest complete checkpoint, before which nothing is replayed; 0 if there is none."""
+    return min((int(m[1]) for path in paths if (m := CHECKPOINT.fullmatch(path))), default=0)
 
 
 async def read_decision(storage: Storage, step: int) -> BatchDecision:

@@ -6,7 +6,7 @@ cannot go on, says which versions are still needed, and removes what nothing ref
 | a rollout's key vanishes       | sweep at once                                              |
 | an election; each lease time   | sweep: no orphan can hide                                  |
 | a sweep found exhausted claims | finish them with an error row                              |
-| each minute                    | delete logs and unregistered segments of the dead          |
+| each minute                    | clean up (`cleaning.py`)                                   |
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import logging
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
-from laminar.buffer.coordination import Delete, Transaction, created_at
+from laminar.buffer.coordination import created_at
 from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.ledger import Ledger, all_claims
 from laminar.buffer.partials import Partial, assemble, read_partials
 from laminar.buffer.prompts import locate
-from laminar.buffer.records import Incoming, Load, Retain, WorkerRecord
+from laminar.buffer.records import Load, Retain, WorkerRecord
 from laminar.buffer.session import Election, Leadership
 from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
 from laminar.workers.assignment import Candidate, assign
+from laminar.workers.cleaning import Cleaner
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.tasks import until_first
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 CLEAN_INTERVAL_S = 60.0
 RETAIN_INTERVAL_S = 2.0
 CAMPAIGN_PAUSE_S = 1.0
-TEMPORARY_AGE_S = 3600.0
-"""No write takes an hour: a temporary file that old has lost its writer."""
 
 
 class Manager:
@@ -45,6 +44,7 @@ class Manager:
         self.member = member
         self.clock = run.clock
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
+        self.cleaner = Cleaner(run, self.ledger)
         self.bell = Bell()
         self.rollouts = Mirror(run.coordination, run.keys.workers("rollout"), bell=self.bell)
         self.loads = Mirror(run.coordination, run.keys.loads_root + "rollout/")
@@ -149,57 +149,12 @@ class Manager:
 
     async def _clean_always(self) -> None:
         while True:
-            await self.clean()
+            try:
+                await self.cleaner.clean()
+            except (StoreError, CoordinationUnavailable) as e:
+                # What is left over harms nobody; orphans must not wait for storage to come back.
+                log.error("cleaning up failed, it is tried again in %.0f s: %s", CLEAN_INTERVAL_S, e)
             await self.clock.sleep(CLEAN_INTERVAL_S)
-
-    async def clean(self) -> int:
-        """Delete what nothing refers to; the number of files and keys deleted.
-
-        Order matters: files are listed first, then the living, then the claims. A worker that is not among the
-        living never returns, so each claim that could still name its log exists when the claims are read.
-        """
-        storage, coordination, keys = self.run_info.storage, self.run_info.coordination, self.run_info.keys
-        logs = {f.path.split("/")[1] for f in await storage.list("partials")}
-        segments = [f.path for f in await storage.list("incoming")]
-        living = {kv.key.rsplit("/", 1)[-1] for kv in (await coordination.range(keys.workers_root)).items}
-        held = await all_claims(coordination, keys)
-        named = {h.claim.source.worker for h in held.values()}
-        deleted = 0
-        for worker in sorted(logs - living - named):
-            await storage.delete_tree(f"partials/{worker}")
-            deleted += 1
-        registered = {
-            Incoming.parse(kv.value).path for kv in (await coordination.range(keys.incoming_root)).items
-        }
-        for path in segments:
-            if path not in registered and not any(w in path for w in living):
-                await storage.delete(path)
-                deleted += 1
-        deleted += await self._clean_inboxes(living)
-        deleted += await self._clean_temporary()
-        if deleted:
-            log.info("removed %d files and keys that nothing refers to", deleted)
-        return deleted
-
-    async def _clean_temporary(self) -> int:
-        """Files whose writer died while it wrote them."""
-        oldest = self.clock.now_us() - int(TEMPORARY_AGE_S * 1e6)
-        old = [f for f in await self.run_info.storage.list("", temporary=True) if f.modified_us < oldest]
-        for file in old:
-            await self.run_info.storage.delete(file.path)
-        return len(old)
-
-    async def _clean_inboxes(self, living: set[str]) -> int:
-        coordination, keys = self.run_info.coordination, self.run_info.keys
-        stale = [
-            kv
-            for kv in (await coordination.range(keys.inbox_root)).items
-            if kv.key[len(keys.inbox_root) :].split("/")[0] not in living
-        ]
-        for start in range(0, len(stale), 100):
-            deletes = tuple(Delete(kv.key) for kv in stale[start : start + 100])
-            await coordination.transact(Transaction((self.ledger.actor.guard(),), deletes))
-        return len(stale)
 
 
 async def lead(run: Run, member: Member) -> None:

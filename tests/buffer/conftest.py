@@ -1,10 +1,8 @@
-"""The protocol's twin for tests: workers and leaders on one in-process etcd, in virtual time if a test asks for it."""
+"""The protocol's twin for tests: workers and leaders on one in-process etcd."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-import selectors
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,40 +14,6 @@ from laminar.buffer.ledger import Ledger
 from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import WorkerRecord
 from laminar.buffer.session import Election, Membership, Session
-
-
-class JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Instead of waiting for the next timer, moves the clock to it."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        ready = super().select(0)
-        if not ready:
-            if timeout is None:
-                raise RuntimeError("nothing is scheduled any more: a deadlock")
-            self.now += timeout
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.clock = JumpingSelector()
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        return self.clock.now
-
-
-class VirtualTime(asyncio.DefaultEventLoopPolicy):
-    def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        return VirtualLoop()
-
-
-@pytest.fixture(scope="session")
-def virtual_time() -> asyncio.AbstractEventLoopPolicy:
-    """For a module's `event_loop_policy`: a test that waits for seconds of lost replies takes milliseconds."""
-    return VirtualTime()
 
 
 @dataclass

@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,12 +50,17 @@ def checkpoint_path(version: int) -> str:
 
 
 async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot: str) -> str:
-    """Write the learner's state and export of its version; the path under the store root. Raises StoreError if it
-    cannot be written (no space, say): no checkpoint of this version exists then, and it may be tried again."""
+    """Write the learner's state and export of its version; the path under the store root. One that is there already
+    is kept, if it opens. Raises StoreError if it cannot be written (no space, say): no checkpoint of this version
+    exists then, and it may be tried again."""
     target = checkpoint_path(learner.version)
     info = CheckpointInfo(version=learner.version, digest=digest)
-    if await read_info(storage, target) is not None:
-        return target
+    existing = await read_info(storage, target)
+    if existing is not None:
+        damage = await why_not(storage, learner, existing)
+        if not damage:
+            return target
+        log.error("checkpoint %s does not open (%s); it is written again", target, damage)
     try:
         await _write(storage, learner, info, target, boot)
     except (OSError, SafetensorError) as e:
@@ -88,7 +95,7 @@ def _save_local(root: Path, target: Path, learner: Learner, info: CheckpointInfo
     for left_over in root.glob(".writing-*"):
         shutil.rmtree(left_over)
     if target.exists():
-        shutil.rmtree(target)  # without checkpoint.json, else save_checkpoint had returned
+        shutil.rmtree(target)  # incomplete or damaged, else save_checkpoint had returned
     temporary = root / f".writing-{boot}"
     temporary.mkdir()
     _fill(temporary, learner)
@@ -126,40 +133,84 @@ async def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
     return sorted(found, key=lambda i: i.version, reverse=True)
 
 
+UNUSABLE = (OSError, ValueError, KeyError, WeightsError, SafetensorError)
+"""What opening a checkpoint raises that is damaged, incomplete, or of another model."""
+
+
 async def load_newest(storage: Storage, learner: Learner, at_most: int) -> CheckpointInfo | None:
-    """Load the newest checkpoint of a version <= `at_most` that opens; older ones if it does not.
+    """Load the newest checkpoint of a version <= `at_most` that opens; older ones if it does not, None if none does.
 
     Those that did not open lose their mark once an older one did: they are written again when their version is reached,
-    and count no more among those that pruning keeps."""
-    damaged: list[CheckpointInfo] = []
+    and count no more among those that pruning keeps. If none opens they stay as they are, since the cause may be one
+    that passes; what was tried is said."""
+    failed: dict[int, str] = {}
     for info in await list_checkpoints(storage):
         if info.version > at_most:
             continue
-        path = f"{checkpoint_path(info.version)}/{STATE}"
-        with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as folder:
-            local = Path(storage.absolute(path)) if storage.local else await _download(storage, path, Path(folder))
-            try:
-                await asyncio.to_thread(learner.load, local)
-            except (OSError, ValueError, KeyError, WeightsError, SafetensorError) as e:
-                log.error("checkpoint %s does not open (%s); trying the one before it", path, e)
-                damaged.append(info)
-                continue
-        for other in damaged:
-            await storage.delete(f"{checkpoint_path(other.version)}/{INFO}")
+        try:
+            await load_checkpoint(storage, learner, info.version)
+        except WeightsError as e:
+            log.error("%s; trying the one before it", e)
+            failed[info.version] = str(e)
+            continue
+        for version in failed:
+            await storage.delete(f"{checkpoint_path(version)}/{INFO}")
         return info
+    if failed:
+        log.error(
+            "none of the %d checkpoints opens: all %d steps are trained again from the initial model. Tried: %s",
+            len(failed), at_most, "; ".join(failed.values()),
+        )  # fmt: skip
     return None
 
 
-async def _download(storage: Storage, path: str, folder: Path) -> Path:
-    for file in await storage.list(path):
-        local = folder / file.path.removeprefix(f"{path}/")
-        local.parent.mkdir(parents=True, exist_ok=True)
-        await asyncio.to_thread(local.write_bytes, await storage.read(file.path))
-    return folder
+async def load_checkpoint(storage: Storage, learner: Learner, version: int) -> None:
+    """Raises WeightsError, with the learner as it was, if it does not open. Changes nothing in the store."""
+    path = f"{checkpoint_path(version)}/{STATE}"
+    try:
+        async with _local_copy(storage, path) as folder:
+            await asyncio.to_thread(learner.load, folder)
+    except UNUSABLE as e:
+        raise WeightsError(f"checkpoint {path} does not open: {e}") from e
 
 
-async def prune_checkpoints(storage: Storage, keep: int) -> None:
-    for info in (await list_checkpoints(storage))[keep:]:
+async def why_not(storage: Storage, learner: Learner, info: CheckpointInfo) -> str:
+    """Why a checkpoint would not open; empty if it would. Reads all of the trainer's state."""
+    try:
+        async with _local_copy(storage, f"{checkpoint_path(info.version)}/{STATE}") as folder:
+            await asyncio.to_thread(learner.verify, folder)
+    except UNUSABLE as e:
+        return str(e)
+    return ""
+
+
+@asynccontextmanager
+async def _local_copy(storage: Storage, path: str) -> AsyncIterator[Path]:
+    if storage.local:
+        yield Path(storage.absolute(path))
+        return
+    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
+        for file in await storage.list(path):
+            local = Path(temporary) / file.path.removeprefix(f"{path}/")
+            local.parent.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(local.write_bytes, await storage.read(file.path))
+        yield Path(temporary)
+
+
+async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> None:
+    """Delete all but the newest `keep`, unless none of these would open: then nothing is deleted, and it is said."""
+    infos = await list_checkpoints(storage)
+    if len(infos) <= keep:
+        return
+    damage: list[str] = []
+    for info in infos[:keep]:
+        if not (reason := await why_not(storage, learner, info)):
+            break
+        damage.append(f"{checkpoint_path(info.version)}: {reason}")
+    else:
+        log.error("no older checkpoint is deleted, since the newest %d do not open: %s", keep, "; ".join(damage))
+        return
+    for info in infos[keep:]:
         # The mark goes first: a prune that dies half-way leaves no checkpoint that looks whole.
         await storage.delete(f"{checkpoint_path(info.version)}/{INFO}")
         await storage.delete_tree(checkpoint_path(info.version))

@@ -100,8 +100,8 @@ class Publisher:
         """Seal, and make the version the newest if it is newer than the newest; the digest.
 
         Raises WeightsError if the relay lost it; logs `replay_drift` when the digest is not the expected one. A replay
-        need not give the same bits (another number of threads, a learning rate that a resume changed), and the bits
-        that were published may be nowhere any more: so what is offered again is recorded, for rollouts to take."""
+        need not give the same bits (other hardware, kernels that are not deterministic), and the bits that were
+        published may be nowhere any more: so what is offered again is recorded, for rollouts to take."""
         info = await staged.client.seal(staged.arena, staged.version)
         kv = await self.coordination.get(self.keys.weights)
         newest = WeightsHead.parse(kv.value) if kv else None

@@ -10,6 +10,11 @@ from typing import Any
 from laminar.buffer.steps import DecidedBatch
 from laminar.workers.learning.base import Sample, StepResult
 
+SAMPLE_COLUMNS = [
+    "group", "sample", "prompt_ids", "token_ids", "policy_mask", "logprobs", "reward", "version", "finish_reason",
+]  # fmt: skip
+"""Of `experience`: all that `sample_of` reads."""
+
 
 def sample_of(row: Mapping[str, Any]) -> Sample:
     """A row of a batch as the learner takes it."""

@@ -4,15 +4,14 @@
                              step n means       │            │           (steps, metrics)     every k steps
                              this batch         version n+1  └─seal, announce (background)
 
-Restart: load the newest checkpoint, train the decided batches after it again (the same versions come out),
-go on. A second trainer waits in the election as a standby.
+Restart: load the newest checkpoint, train the decided batches after it again, each under the settings that were
+recorded with it (the same versions come out), go on. A second trainer waits in the election as a standby.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ import pyarrow as pa
 from laminar.buffer.coordination import Put
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead, TrainerProgress
-from laminar.buffer.sampler import REMAINDER, OpenGroups, Outcome, Selection, select, to_retire
+from laminar.buffer.sampler import REMAINDER, Selection, select, to_retire
 from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.session import Election, Leadership
 from laminar.buffer.steps import DecidedBatch, StepLog, batch_rows
@@ -29,23 +28,25 @@ from laminar.buffer.table import Table
 from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
 from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
 from laminar.workers.context import Member, Run
-from laminar.workers.learning.base import Learner, StepResult
+from laminar.workers.intake import FreshTrajectories, Intake
+from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.outbox import until_written
 from laminar.workers.publishing import Publisher, Staged
-from laminar.workers.step_metrics import sample_of, step_metrics, step_rows
+from laminar.workers.step_metrics import step_metrics, step_rows
+from laminar.workers.stepping import TrainedStep, train_decided
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 1.0
 EVALUATION_WAIT_S = 600.0
-ERROR_WINDOW = 64
+COMPARE_EVERY = 5
+"""Steps between two comparisons of the engine's logprobs with the trainer's on fresh trajectories."""
 REPORT_INTERVAL_S = 1.0
 REWARDS_TOLD = 10
 EMPTY = pa.Table.from_batches([], schema=EXPERIENCE)
-OUTCOME_COLUMNS = ["group", "sample", "status", "error", "reward", "commit_seq"]
 
 
 @dataclass
@@ -73,16 +74,17 @@ class Trainer:
         self.member = member
         self.config = run.config
         self.clock = run.clock
+        self.leadership = leadership
         self.learner = learner
+        # Of this life: replayed steps use those of theirs.
+        self.settings = dict(learner.settings)
+        self.compared = -COMPARE_EVERY
         self.experience = experience
         self.sinks = sinks
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
         self.steps = StepLog(run.coordination, run.keys, self.ledger, run.storage)
-        self.open = OpenGroups(
-            self.config.sampling.samples_per_prompt, baseline=self.config.trainer.advantage != "reinforce++"
-        )
-        self.scanned = -1
-        self.recent: deque[tuple[str, str]] = deque(maxlen=ERROR_WINDOW)
+        self.intake = Intake(run.config, experience, run.clock)
+        self.open = self.intake.open
         self.progress = Progress()
         self.bell = Bell()
         self.relays = Mirror(run.coordination, run.keys.workers("relay"), bell=self.bell)
@@ -127,9 +129,8 @@ class Trainer:
             self.open.consume([*decision.trained, *decision.retired])
         for closing in await self.steps.closings():
             self.open.consume(closing.retired)
-        await self._scan()
-        # Errors of an earlier life ended that one, if they had to; what came of a remedy is judged by new ones.
-        self.recent.clear()
+        await self.intake.scan()
+        self.intake.forgive()
         if self.learner.version == head.decided:
             await self._offer()
         else:
@@ -166,7 +167,7 @@ class Trainer:
         """The next step's groups; None when the run has ended instead."""
         t = self.config.trainer
         while True:
-            await self._scan()
+            await self.intake.scan()
             await self._check_errors()
             selection = select(self.open, t.groups_per_step, t.no_signal)
             if selection is not None:
@@ -198,26 +199,9 @@ class Trainer:
         await self._finish("every prompt of every epoch has been drawn and has ended")
         return None
 
-    async def _scan(self) -> None:
-        """Take in what was committed since the last look."""
-        rows = await self.experience.scan_since(self.scanned, OUTCOME_COLUMNS)
-        if rows.num_rows == 0:
-            return
-        outcomes = rows.to_pylist()
-        self.scanned = max(o["commit_seq"] for o in outcomes)
-        self.open.add(Outcome(o["group"], o["sample"], o["status"], o["reward"], o["commit_seq"]) for o in outcomes)
-        self.recent.extend((o["status"], o["error"] or "") for o in outcomes)
-
     async def _check_errors(self) -> None:
-        """A reward or environment that fails nearly always must not look like a slow run."""
-        errors = [(status, error) for status, error in self.recent if status != "ok"]
-        window = min(ERROR_WINDOW, 2 * self.config.sampling.samples_per_prompt)
-        if len(self.recent) >= window and len(errors) > self.config.trainer.max_error_share * len(self.recent):
-            status, error = errors[-1]
-            reason = (
-                f"{len(errors)} of the last {len(self.recent)} trajectories ended with an error (limit "
-                f"{self.config.trainer.max_error_share:.0%}, trainer.max_error_share); the last: {status}: {error}"
-            )
+        reason = self.intake.failure()
+        if reason:
             await self.steps.change_head(state="failed", reason=reason)
             raise LaminarError(reason)
 
@@ -238,8 +222,9 @@ class Trainer:
     async def _decide(self, selection: Selection) -> DecidedBatch:
         head, _ = await self.steps.head()
         uses = {**dict.fromkeys(selection.trained, "train"), **selection.retired}
+        rows = await batch_rows(self.experience, uses)
         batch = await self.steps.decide(
-            head.decided, await batch_rows(self.experience, uses), selection.trained, dict(selection.retired)
+            head.decided, rows, selection.trained, dict(selection.retired), self.settings
         )
         self.open.consume(uses)
         return batch
@@ -248,17 +233,14 @@ class Trainer:
         """One optimizer step; its rows are recorded and its version announced while the next batch is sampled."""
         step = batch.decision.step
         self.progress.activity = f"training step {step}"
-        rows = batch.rows.to_pylist()
-        uses = ("train",) if self.config.trainer.skip_no_signal else ("train", "no_signal")
-        samples = [sample_of(r) for r in rows if r["use"] in uses and r["status"] == "ok"]
         before = self.clock.monotonic()
-        result = await asyncio.to_thread(self.learner.train, samples)
+        trained = await self._learn(batch)
         train_s = self.clock.monotonic() - before
         await self._settle()
-        if not self.member.session.alive:
-            raise Fenced(f"{self.member.id} lost its lease while it trained step {step}")
+        if not self.leadership.held:
+            raise Fenced(f"{self.member.id} lost its leadership while it trained step {step}")
         staged = await self.publisher.stage(self.learner)
-        self.after_step = asyncio.create_task(self._after(batch, rows, result, staged, train_s))
+        self.after_step = asyncio.create_task(self._after(batch, trained, staged, train_s))
         if self.learner.version % self.config.trainer.checkpoint_every == 0:
             await self._settle()
             try:
@@ -266,9 +248,24 @@ class Trainer:
             except StoreError as e:
                 log.error("%s; training goes on, a restart would begin at the checkpoint before", e)
 
-    async def _after(
-        self, batch: DecidedBatch, rows: list[dict[str, Any]], result: StepResult, staged: Staged | None, train_s: float
-    ) -> None:
+    async def _learn(self, batch: DecidedBatch) -> TrainedStep:
+        """Every few steps the engine's logprobs are compared on what rollouts finish meanwhile; a step in which
+        nothing was finished in time leaves it to the next."""
+        step = batch.decision.step
+        if step < self.compared + COMPARE_EVERY:
+            return await train_decided(self.learner, batch)
+        fresh = FreshTrajectories(self.experience, self.clock, self.learner.version)
+        collecting = asyncio.create_task(fresh.collect())
+        try:
+            trained = await train_decided(self.learner, batch, fresh=fresh)
+        finally:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+        if trained.result.metrics.get("kl_engine_trainer") is not None:
+            self.compared = step
+        return trained
+
+    async def _after(self, batch: DecidedBatch, trained: TrainedStep, staged: Staged | None, train_s: float) -> None:
         """Announce the version, then record the step with the digest it got."""
         step = batch.decision.step
         digest = ""
@@ -280,7 +277,7 @@ class Trainer:
                 log.error("version %d was not published: %s", staged.version, e)
         newest = await self.publisher.published()
         published = newest.digest if newest is not None and newest.version == step + 1 else digest
-        metrics = step_metrics(batch, rows, result, version_before=step, started=train_s)
+        metrics = step_metrics(batch, trained.rows, trained.result, version_before=step, started=train_s)
         if staged is not None:
             metrics |= {"publish_copy_s": staged.copy_s, "publish_cast_s": staged.cast_s}
         metrics["publishes_skipped"] = float(self.publisher.skipped)
@@ -288,8 +285,8 @@ class Trainer:
         every = self.config.evaluation.every
         due = digest and (version % every == 0 or version == self.config.run.max_steps)
         await self.steps.record(
-            step, self.member.id, step_rows(step, rows, result), metrics, version, published, self.clock.now_us(),
-            self._evaluation_of(version, digest) if due else (),
+            step, self.member.id, step_rows(step, trained.rows, trained.result), metrics, version, published,
+            self.clock.now_us(), self._evaluation_of(version, digest) if due else (),
         )  # fmt: skip
         self.progress.trained(step, metrics)
         self.sinks.log(step, metrics, at_us=self.clock.now_us())
@@ -313,7 +310,7 @@ class Trainer:
         head, _ = await self.steps.head()
         if version > head.checkpoint:
             await self.steps.change_head(checkpoint=version)
-        await prune_checkpoints(self.run_info.storage, self.config.trainer.keep_checkpoints)
+        await prune_checkpoints(self.run_info.storage, self.learner, self.config.trainer.keep_checkpoints)
         log.info("wrote the checkpoint of version %d in %.1f s", version, self.clock.monotonic() - before)
 
     def _evaluation_of(self, version: int, digest: str) -> list[Put]:
@@ -352,7 +349,7 @@ class Trainer:
         head, _ = await self.steps.head()
         # Not the mirrored cursor: a group that it does not show yet would be left over for ever.
         while await self.ledger.cursor() > head.consumed_groups + len(self.open.complete()):
-            await self._scan()
+            await self.intake.scan()
             await self._keep_offering()
             await self.bell.wait(LOOK_AGAIN_S)
         return {g: self.open.verdict(g) or REMAINDER for g in self.open.complete()}

@@ -48,6 +48,9 @@ class SmallLearner:
         assert master["w"].tolist() == [state.version] * 3
         self.version = state.version
 
+    def verify(self, folder: Path) -> None:
+        checkpoint.verify(folder)
+
 
 class Killed(BaseException):
     """The process ended here: no handler runs."""
@@ -62,6 +65,11 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 async def save(storage: Storage, version: int, boot: str = "t1", **changes: Any) -> str:
     learner: Any = SmallLearner(version, **changes)
     return await save_checkpoint(storage, learner, f"digest-{version}", boot)
+
+
+async def prune(storage: Storage, keep: int) -> None:
+    learner: Any = SmallLearner()
+    await prune_checkpoints(storage, learner, keep)
 
 
 async def loaded(storage: Storage, at_most: int = 100) -> int:
@@ -215,10 +223,10 @@ async def test_a_damaged_one_is_written_again_and_does_not_outlive_good_ones(sto
         await save(storage, version)
     await flip(storage, f"{checkpoint_path(10)}/trainer/{MASTER}")
     assert await loaded(storage) == 5
-    await prune_checkpoints(storage, keep=1)
+    await prune(storage, keep=1)
     assert await versions(storage) == [5]
     await save(storage, 10, boot="t2")
-    await prune_checkpoints(storage, keep=1)
+    await prune(storage, keep=1)
     assert await versions(storage) == [10] and await loaded(storage) == 10
 
 
@@ -241,10 +249,10 @@ async def test_if_none_opens_the_initial_model_is_used(storage: Storage) -> None
 async def test_the_newest_are_kept(storage: Storage) -> None:
     for version in (5, 10, 15, 20):
         await save(storage, version)
-    await prune_checkpoints(storage, keep=2)
+    await prune(storage, keep=2)
     assert await versions(storage) == [20, 15]
     assert {f.path.split("/")[1] for f in await storage.list("checkpoints")} == {"step-000000015", "step-000000020"}
-    await prune_checkpoints(storage, keep=2)
+    await prune(storage, keep=2)
     assert await loaded(storage) == 20
 
 
@@ -262,7 +270,7 @@ async def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_looks_whole(
 
     storage.fault = kill
     with pytest.raises(Killed):
-        await prune_checkpoints(storage, keep=1)
+        await prune(storage, keep=1)
     storage.fault = None
     assert await storage.list(checkpoint_path(5)) != [] and await read_info(storage, checkpoint_path(5)) is None
     assert await versions(storage) == [10]

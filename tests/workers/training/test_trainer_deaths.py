@@ -1,0 +1,271 @@
+"""The trainer's write-ahead log: wherever a trainer dies, its successor trains the batches that were decided, once each,
+and comes to the very bits of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from laminar.errors import Fenced, LeaseLost
+
+STEPS = 5
+STEP = 3
+"""The step in which trainers die here: the checkpoint of version 2 is written, that of version 4 is due after it."""
+MakeWorld = Callable[..., Awaitable[Any]]
+
+
+class Killed(BaseException):
+    """The process ended here: no handler runs."""
+
+
+def die(*args: Any, **kwargs: Any) -> Any:
+    raise Killed
+
+
+def at_step(life: Any, owner: Any, name: str, *, after: bool = False, only: Callable[..., bool] = lambda *a, **k: True):
+    """Let the trainer die before (or after) a call of `owner.name`, once its learner has come to STEP."""
+    real = getattr(owner, name)
+
+    def reached() -> bool:
+        return bool(life.trainer.learner.version >= STEP)
+
+    if asyncio.iscoroutinefunction(real):
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            now = reached() and only(*args, **kwargs)
+            if now and not after:
+                raise Killed
+            result = await real(*args, **kwargs)
+            return die() if now else result
+
+        setattr(owner, name, call)
+        return
+
+    def blocking(*args: Any, **kwargs: Any) -> Any:
+        now = reached() and only(*args, **kwargs)
+        if now and not after:
+            raise Killed
+        result = real(*args, **kwargs)
+        return die() if now else result
+
+    setattr(owner, name, blocking)
+
+
+def decides(*args: Any, **changes: Any) -> bool:
+    return "decided" in changes
+
+
+def marks(*args: Any, **changes: Any) -> bool:
+    return "checkpoint" in changes
+
+
+STAGES: dict[str, Callable[[Any], None]] = {
+    "sampling: before the batch is written": lambda x: at_step(x, x.trainer.steps, "decide"),
+    "sampling: the batch is written, not decided": lambda x: at_step(x, x.trainer.steps, "change_head", only=decides),
+    "sampling: decided, the copy is not written": lambda x: at_step(x, x.trainer.steps, "copy_decision"),
+    "training: before the step": lambda x: at_step(x, x.trainer.learner, "train"),
+    "training: before the weights change": lambda x: at_step(x, x.trainer.learner, "_update"),
+    "training: after the step": lambda x: at_step(x, x.trainer.learner, "train", after=True),
+    "publishing: half of the weights are copied": lambda x: at_step(x, x.trainer.learner, "write_weights"),
+    "publishing: copied, not sealed": lambda x: at_step(x, x.trainer.publisher, "announce"),
+    "publishing: sealed, not announced": lambda x: at_step(x, x.trainer.ledger, "guarded_put"),
+    "publishing: announced, not recorded": lambda x: at_step(x, x.trainer.steps, "record"),
+    "publishing: recorded": lambda x: at_step(x, x.trainer.steps, "record", after=True),
+    "checkpointing: before the state": lambda x: at_step(x, x.trainer.learner, "save"),
+    "checkpointing: before the export": lambda x: at_step(x, x.trainer.learner, "export"),
+    "checkpointing: written, the head does not say so": lambda x: at_step(
+        x, x.trainer.steps, "change_head", only=marks
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_death_changes_no_batch_and_no_bit(
+    make_world: MakeWorld, stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 31: killed with work under way: all groups are trained once. Case 36: kill during the checkpoint's save."""
+    undisturbed = await make_world()
+    await (await undisturbed.life()).trainer.run()
+    world = await make_world()
+    life = await world.life()
+    STAGES[stage](life)
+    with pytest.raises(Killed):
+        await life.trainer.run()
+        await life.trainer._settle()
+    await life.kill()
+    decided = world.decisions()
+    assert len(decided) in (STEP, STEP + 1)
+
+    with caplog.at_level(logging.ERROR):
+        await (await world.life()).trainer.run()
+    assert "replay_drift" not in caplog.text
+    assert world.head().state == "done" and world.head().step == STEPS
+    assert world.decisions()[: len(decided)] == decided, "a step means for ever what was decided"
+    assert await world.digests() == await undisturbed.digests() and len(await world.digests()) == STEPS + 1
+    await trained_once(world)
+
+
+async def trained_once(world: Any) -> None:
+    groups = Counter(g for d in world.decisions() for g in d.trained)
+    assert groups == Counter(range(2 * STEPS))
+    trajectories = Counter((r["group"], r["sample"]) for r in await world.rows("steps"))
+    assert trajectories == Counter((g, s) for g in range(2 * STEPS) for s in range(2))
+
+
+async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld) -> None:
+    """The second dies while it trains the first one's batches again."""
+    undisturbed = await make_world()
+    await (await undisturbed.life()).trainer.run()
+    world = await make_world(checkpoint_every=100)
+    for stage in ("training: after the step", "publishing: sealed, not announced"):
+        life = await world.life(checkpoint_every=100)
+        STAGES[stage](life)
+        with pytest.raises(Killed):
+            await life.trainer.run()
+            await life.trainer._settle()
+        await life.kill()
+    await (await world.life(checkpoint_every=100)).trainer.run()
+    assert await world.digests() == await undisturbed.digests()
+    await trained_once(world)
+
+
+# -- other settings ---------------------------------------------------------------------------------------------
+
+
+async def test_old_steps_are_trained_again_under_the_settings_of_their_time(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 37: resume with a changed learning rate: allowed; it counts from the resume on, not for what is replayed."""
+    later = {"learning_rate": 1e-5, "clip_high": 0.1, "betas": [0.8, 0.9], "kl_coefficient": 0.1}
+    undisturbed = await make_world(checkpoint_every=1)
+    life = await undisturbed.life(checkpoint_every=1)
+    at_step(life, life.trainer.steps, "decide")
+    with pytest.raises(Killed):
+        await life.trainer.run()
+    await life.kill()
+    await (await undisturbed.life(checkpoint_every=1, **later)).trainer.run()
+
+    world = await make_world(checkpoint_every=100)
+    life = await world.life(checkpoint_every=100)
+    at_step(life, life.trainer.steps, "decide")
+    with pytest.raises(Killed):
+        await life.trainer.run()
+    await life.kill()
+    with caplog.at_level(logging.ERROR):
+        await (await world.life(checkpoint_every=100, **later)).trainer.run()
+    assert "replay_drift" not in caplog.text
+    rates = [d.settings["trainer.learning_rate"] for d in world.decisions()]
+    assert rates == [1e-3] * STEP + [1e-5] * (STEPS - STEP)
+    assert await world.digests() == await undisturbed.digests(), "the second replayed nothing, the first all"
+    metrics = {r["step"]: json.loads(r["metrics"]) for r in await world.rows("step_metrics")}
+    assert [metrics[s]["learning_rate"] for s in range(STEPS)] == rates
+
+
+# -- a standby --------------------------------------------------------------------------------------------------
+
+
+async def test_a_standby_takes_over_and_the_stalled_one_can_do_nothing(make_world: MakeWorld) -> None:
+    """The first stops in the middle of a step, as a paused machine does; its lease ends; the second trains on; then the
+    first wakes up, with a trained step in its hands."""
+    undisturbed = await make_world()
+    await (await undisturbed.life()).trainer.run()
+    world = await make_world()
+    first = await world.life()
+    loop, stalled, wake = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    real = first.trainer.learner.train
+
+    def train(*args: Any) -> Any:
+        result = real(*args)
+        if first.trainer.learner.version == STEP + 1:
+            loop.call_soon_threadsafe(stalled.set)
+            asyncio.run_coroutine_threadsafe(wake.wait(), loop).result(60)
+        return result
+
+    first.trainer.learner.train = train
+    running = asyncio.create_task(first.trainer.run())
+    standby = asyncio.create_task(world.life())
+    await asyncio.wait_for(stalled.wait(), 30)
+    assert not standby.done(), "there is one leader at a time"
+
+    world.server.revoke(first.session.lease)
+    second = await asyncio.wait_for(standby, 30)
+    await second.trainer.run()
+    revision, digests = world.server.revision, await world.digests()
+    wake.set()
+    with pytest.raises((Fenced, LeaseLost)):
+        await running
+    assert world.server.revision == revision, "nothing of it took effect"
+    assert [d.decided_by for d in world.decisions()] == ["trainer-0"] * (STEP + 1) + ["trainer-1"]
+    assert digests == await undisturbed.digests()
+    await trained_once(world)
+
+
+@pytest.mark.parametrize("what", ["decide", "publish", "record"])
+async def test_who_has_lost_the_lease_without_knowing_it_is_refused(make_world: MakeWorld, what: str) -> None:
+    """Before its own clock says so: etcd compares the leader's key in every transaction."""
+    world = await make_world()
+    life = await world.life()
+    owner, name = {
+        "decide": (life.trainer.steps, "decide"),
+        "publish": (life.trainer.publisher, "announce"),
+        "record": (life.trainer.steps, "record"),
+    }[what]
+    real = getattr(owner, name)
+    revision = 0
+
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal revision
+        if not revision:
+            world.server.revoke(life.session.lease)
+            revision = world.server.revision
+        return await real(*args, **kwargs)
+
+    setattr(owner, name, call)
+    with pytest.raises((Fenced, LeaseLost)):
+        await life.trainer.run()
+    assert world.server.revision == revision
+
+
+# -- the engine against the trainer -----------------------------------------------------------------------------
+
+
+async def test_fresh_trajectories_are_compared_while_a_stale_batch_trains(make_world: MakeWorld) -> None:
+    """All experience is of version 0; only the first step's batch is fresh, and step 5 is the next that looks."""
+    world = await make_world(learning_rate=1e-4)
+    life = await world.life(learning_rate=1e-4)
+    life.trainer.compared = -5
+    real = life.trainer.learner.train
+
+    def slowly(batch: Any, fresh: Any = None) -> Any:
+        if fresh is not None and life.trainer.learner.version == 1:
+            for _ in range(500):
+                if fresh():
+                    break
+                __import__("time").sleep(0.01)
+        return real(batch, fresh)
+
+    life.trainer.learner.train = slowly
+    decide = life.trainer.steps.decide
+
+    async def decide_and_roll_out(step: int, *args: Any) -> Any:
+        if step == 1:
+            life.trainer.compared = -5
+            await world.commit([(GROUP_AHEAD, s) for s in range(2)], version=1)
+        return await decide(step, *args)
+
+    life.trainer.steps.decide = decide_and_roll_out
+    await life.trainer.run()
+    metrics = {r["step"]: json.loads(r["metrics"]) for r in await world.rows("step_metrics")}
+    found = [(metrics[s]["kl_engine_trainer_trajectories"], metrics[s]["kl_engine_trainer"]) for s in range(STEPS)]
+    assert found[0][0] == 4 and found[0][1] > 0, "the batch itself is fresh"
+    assert found[1][0] == 2 and found[1][1] > 0, "two trajectories of version 1 beside a batch of version 0"
+    assert found[2:] == [(0, None)] * 3, "it is compared every fifth step"
+
+
+GROUP_AHEAD = 11

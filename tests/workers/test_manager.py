@@ -1,0 +1,501 @@
+"""The manager on the in-process etcd, in virtual time: nothing orphaned stays so, nothing that nobody needs stays."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from laminar.buffer import claims
+from laminar.buffer.archive import BLOCK, read_archive
+from laminar.buffer.claims import Held
+from laminar.buffer.coordination import KeyValue, Put, Transaction
+from laminar.buffer.experience import Finished, write_incoming
+from laminar.buffer.keys import Keys, trajectory_name
+from laminar.buffer.ledger import Ledger, all_claims
+from laminar.buffer.manifest import Fingerprints, RunFile
+from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
+from laminar.buffer.partials import Partial, PartialLog, PartialRow
+from laminar.buffer.records import BatchDecision, EvaluationRequest, Load, Retain, WorkerRecord
+from laminar.buffer.schema import EXPERIENCE
+from laminar.buffer.segments import read_segment
+from laminar.buffer.session import Election, Membership, Session
+from laminar.buffer.steps import BATCH, StepLog, decision_path
+from laminar.buffer.storage import MemoryStorage
+from laminar.clock import SystemClock
+from laminar.config import Config
+from laminar.errors import StoreError
+from laminar.workers.cleaning import STALE_S, step_of
+from laminar.workers.context import Member, Run
+from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
+
+KEYS = Keys("run")
+FINGERPRINTS = Fingerprints(model="", tokenizer="", template="", prompts="", held_out="")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy(virtual_time: asyncio.AbstractEventLoopPolicy) -> asyncio.AbstractEventLoopPolicy:
+    return virtual_time
+
+
+class World:
+    """Workers on one etcd and one store; the clock of the files moves with the loop's."""
+
+    def __init__(self, **config: Any) -> None:
+        self.server = MemoryEtcd()
+        self.storage = MemoryStorage()
+        self.config = Config.model_validate({"model": {"path": "m"}, **config})
+        self.clock = Clock()
+
+    async def member(self, kind: str, name: str) -> Member:
+        coordination = MemoryCoordination(self.server, Faults(random.Random(name)))
+        session = await Session.open(coordination, 10)
+        record = WorkerRecord(kind=kind, id=name, host="h", pid=1, started_at_us=0)
+        membership = await Membership.join(session, coordination, KEYS, record)
+        file = RunFile(
+            run="run", created_at_us=0, config={}, model_folder="", prompts=10, held_out=0, fingerprints=FINGERPRINTS
+        )
+        run = Run(coordination, KEYS, self.storage, file, self.config, self.clock)
+        return Member(run, name, session, membership, Ledger(coordination, KEYS, name, membership))
+
+    async def manager(self, name: str = "relay-1") -> Manager:
+        member = await self.member("relay", name)
+        leadership = await Election(member.run.coordination, member.session, KEYS.leader("manager"), name).campaign()
+        return Manager(member.run, member, leadership)
+
+    async def trainer(self, name: str = "trainer-1") -> tuple[Member, StepLog]:
+        member = await self.member("trainer", name)
+        leadership = await Election(member.run.coordination, member.session, KEYS.leader("trainer"), name).campaign()
+        ledger = Ledger(member.run.coordination, KEYS, name, leadership)
+        return member, StepLog(member.run.coordination, KEYS, ledger, self.storage)
+
+    async def report(self, rollout: Member, version: int) -> None:
+        load = Load(
+            version=version, running=0, waiting=0, kv_tokens=0, kv_capacity=1, decode_tokens_per_s=0, draining=False
+        )
+        await rollout.run.coordination.put(KEYS.load("rollout", rollout.id), load.dump(), lease=rollout.session.lease)
+
+    async def claims(self) -> dict[tuple[int, int], Held]:
+        return {h.id: h for h in (await all_claims(MemoryCoordination(self.server), KEYS)).values()}
+
+    async def paths(self, prefix: str = "") -> list[str]:
+        return [f.path for f in await self.storage.list(prefix)]
+
+    def under(self, prefix: str) -> list[str]:
+        return [kv.key[len(prefix) :] for kv in self.server.page(prefix, "", 5000, 0).items]
+
+
+class Clock(SystemClock):
+    """The wall clock of a loop in virtual time."""
+
+    def now_us(self) -> int:
+        return 1_780_000_000_000_000 + int(asyncio.get_running_loop().time() * 1e6)
+
+
+async def draw(rollout: Member, groups: int = 1, version: int = 0) -> list[Held]:
+    return await rollout.ledger.draw(groups=lambda cursor: groups, samples_per_prompt=2, version=version)
+
+
+def kill(member: Member) -> None:
+    member.session.coordination.server.revoke(member.session.lease)  # type: ignore[attr-defined]
+
+
+def ended(group: int, sample: int) -> Finished:
+    nothing = Partial([1], [], [], [], [], 0, "scoring", None, "stop", 0)
+    return Finished(
+        group=group, sample=sample, prompt_index=0, epoch=0, partial=nothing, finish_reason="stop", status="ok",
+        error="", reward=1.0, reward_parts={}, text="", attempts=0, finished_at=0,
+    )  # fmt: skip
+
+
+async def under_way(manager: Manager, work: Awaitable[Any], seconds: float) -> None:
+    """Let the manager's loops run for some seconds."""
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(seconds)
+    assert not task.done() or task.exception() is None, task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+# -- orphans ----------------------------------------------------------------------------------------------------
+
+
+async def test_trajectories_of_a_dead_rollout_go_to_one_of_their_version() -> None:
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    for name, version in (("r-new", 5), ("r-same", 3)):
+        await world.report(await world.member("rollout", name), version)
+    await draw(dead, version=3)
+    kill(dead)
+    async with manager.rollouts, manager.loads:
+        await manager.sweep()
+    for held in (await world.claims()).values():
+        assert (held.claim.owner, held.claim.term, held.claim.state) == ("r-same", 2, "waiting")
+        assert held.claim.source.worker == "r-dead" and held.claim.deaths == 1
+    assert world.under(KEYS.inbox("r-same")) == ["000000000000-000", "000000000000-001"]
+
+
+async def test_a_death_is_noticed_without_waiting_for_the_next_sweep() -> None:
+    """Case 22: within a second of the key's end, not a lease time later."""
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await world.member("rollout", "r-heir")
+    await draw(dead)
+    running = asyncio.create_task(manager.run())
+    await asyncio.sleep(3)
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-dead"}
+    kill(dead)
+    await asyncio.sleep(0.5)
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-heir"}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_nothing_is_taken_from_a_rollout_that_joined_a_moment_ago() -> None:
+    """The mirror may lag behind the claims, as after a restart of etcd."""
+    world = World()
+    manager = await world.manager()
+    await world.member("rollout", "r-old")
+    async with manager.rollouts, manager.loads:
+        late = await world.member("rollout", "r-late")
+        await draw(late)
+        manager.rollouts.items = {k: v for k, v in manager.rollouts.items.items() if "r-late" not in k}
+        await manager.sweep()
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-late"}
+
+
+async def test_orphans_wait_while_no_rollout_lives_and_are_not_lost() -> None:
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await draw(dead)
+    kill(dead)
+    running = asyncio.create_task(manager.run())
+    await asyncio.sleep(60)
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-dead"}
+    await world.member("rollout", "r-heir")
+    await asyncio.sleep(0.5)
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-heir"}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_exhausted_trajectory_is_finished_with_an_error_and_what_is_known_of_it() -> None:
+    """Never dropped in silence: its row says who gave up and why, with the tokens that were durable."""
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await world.member("rollout", "r-heir")
+    first, second = await draw(dead)
+    log = PartialLog(world.storage, "r-dead", sync=False)
+    rows = [("prompt", 0, [1, 2], []), ("policy", 0, [7, 8], [-0.5, -0.25])]
+    await log.append(
+        [
+            PartialRow(0, 0, 1, 0, at, role, ids, logprobs, 0, "d", "r-dead", None, "generating", None, 5, 6)
+            for role, at, ids, logprobs in rows
+        ]
+    )
+    dying = first.claim.model_copy(update={"deaths": claims.MAX_DEATHS})
+    assert await dead.ledger.update(first, dying)
+    kill(dead)
+    async with manager.rollouts, manager.loads:
+        await manager.sweep()
+        await manager.sweep()
+    assert set(await world.claims()) == {second.id} and manager.finished == 1
+    [path] = await world.paths("incoming")
+    [batch] = read_segment(await world.storage.read(path), EXPERIENCE, complete=True).batches
+    [row] = batch.to_pylist()
+    assert (row["status"], row["reward"], row["token_ids"], row["finish_reason"]) == ("gave_up", None, [7, 8], "error")
+    assert row["error"] == "8 owners died without a new token (limit 8)"
+    assert world.under(KEYS.incoming_table("experience")) == ["relay-1-000000"]
+
+
+async def test_a_replaced_manager_hands_nothing_over() -> None:
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await world.member("rollout", "r-heir")
+    await draw(dead)
+    async with manager.rollouts, manager.loads:
+        kill(manager.member)
+        kill(dead)
+        await manager.sweep()
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-dead"}
+    successor = await world.manager("relay-2")
+    async with successor.rollouts, successor.loads:
+        await successor.sweep()
+    assert {h.claim.owner for h in (await world.claims()).values()} == {"r-heir"}
+
+
+async def test_a_relay_whose_term_ended_campaigns_again() -> None:
+    world = World()
+    member = await world.member("relay", "relay-1")
+    leading = asyncio.create_task(lead(member.run, member))
+    await asyncio.sleep(1)
+    before = world.server.get(KEYS.leader("manager"))
+    await member.run.coordination.delete(KEYS.leader("manager"))
+    await asyncio.sleep(5)
+    after = world.server.get(KEYS.leader("manager"))
+    assert before and after and before.create_revision != after.create_revision
+    leading.cancel()
+    await asyncio.gather(leading, return_exceptions=True)
+
+
+# -- retention --------------------------------------------------------------------------------------------------
+
+
+def retained(world: World) -> KeyValue:
+    kv = world.server.get(KEYS.retain)
+    assert kv is not None
+    return kv
+
+
+async def test_versions_that_claims_and_evaluations_name_are_retained() -> None:
+    world = World()
+    manager, rollout = await world.manager(), await world.member("rollout", "r")
+    await draw(rollout, version=3)
+    await draw(rollout, version=4)
+    request = EvaluationRequest(version=1, digest="d")
+    await rollout.run.coordination.put(f"{KEYS.evaluations}{1:09d}", request.dump())
+    running = asyncio.create_task(manager._retain_always())
+    await asyncio.sleep(0.1)
+    first = retained(world)
+    assert Retain.parse(first.value).versions == [1, 3, 4]
+    await asyncio.sleep(3 * RETAIN_INTERVAL_S)
+    assert retained(world).mod_revision == first.mod_revision, "it is written when it changes"
+    await rollout.run.coordination.delete(f"{KEYS.evaluations}{1:09d}")
+    await asyncio.sleep(2 * RETAIN_INTERVAL_S)
+    assert Retain.parse(retained(world).value).versions == [3, 4]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+# -- cleaning: logs, segments, keys -----------------------------------------------------------------------------
+
+
+async def test_logs_of_the_dead_go_when_no_claim_names_them() -> None:
+    world = World()
+    manager = await world.manager()
+    alive, named, unnamed = [await world.member("rollout", n) for n in ("r-alive", "r-named", "r-unnamed")]
+    await draw(named)
+    for rollout in (alive, named, unnamed):
+        await world.storage.append(f"partials/{rollout.id}/000000.arrows", b"x", sync=False)
+    kill(named)
+    kill(unnamed)
+    assert await manager.cleaner.clean() == 1
+    assert await world.paths("partials") == ["partials/r-alive/000000.arrows", "partials/r-named/000000.arrows"]
+
+
+async def test_segments_go_when_they_are_not_registered_and_their_writer_is_gone() -> None:
+    world = World()
+    manager = await world.manager()
+    alive, dead = await world.member("rollout", "r-alive"), await world.member("rollout", "r-dead")
+    for rollout in (alive, dead):
+        held = await draw(rollout)
+        incoming = await write_incoming(world.storage, rollout.id, f"{rollout.id}-0", [ended(*h.id) for h in held])
+        await rollout.ledger.finish(held, f"{rollout.id}-0", incoming)
+        await write_incoming(world.storage, rollout.id, f"{rollout.id}-1", [ended(9, 9)])
+    kill(dead)
+    assert await manager.cleaner.clean() == 1
+    assert await world.paths("incoming/experience") == [
+        "incoming/experience/r-alive-0.arrow",
+        "incoming/experience/r-alive-1.arrow",
+        "incoming/experience/r-dead-0.arrow",
+    ]
+
+
+async def test_what_a_committer_had_no_time_to_delete_goes_though_its_writer_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    manager, alive = await world.manager(), await world.member("rollout", "r-alive")
+    await write_incoming(world.storage, alive.id, "r-alive-0", [ended(0, 0)])
+    [file] = await world.storage.list("incoming")
+    for age, there in ((STALE_S - 1, True), (STALE_S + 1, False)):
+        monkeypatch.setattr(world.clock, "now_us", lambda age=age: file.modified_us + int(age * 1e6))
+        await manager.cleaner.clean()
+        assert (await world.paths("incoming") != []) == there
+
+
+async def test_inboxes_of_the_dead_are_emptied_in_transactions_that_etcd_takes() -> None:
+    world = World()
+    manager = await world.manager()
+    alive = await world.member("rollout", "r-alive")
+    for worker, items in (("r-alive", 1), ("r-dead", 250)):
+        for n in range(items):
+            await alive.run.coordination.put(KEYS.inbox_item(worker, n, 0), "1")
+    assert await manager.cleaner.clean() == 250
+    assert world.under(KEYS.inbox_root) == [f"r-alive/{trajectory_name(0, 0)}"]
+
+
+async def test_a_replaced_manager_deletes_no_keys() -> None:
+    world = World()
+    manager = await world.manager()
+    await manager.member.run.coordination.put(KEYS.inbox_item("r-dead", 0, 0), "1")
+    kill(manager.member)
+    with pytest.raises(Exception, match="no longer this worker's"):
+        await manager.cleaner.clean()
+    assert len(world.under(KEYS.inbox_root)) == 1
+
+
+async def test_storage_that_fails_while_it_is_cleaned_does_not_end_the_managers_term(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    manager = await world.manager()
+    tries = 0
+
+    async def fail(prefix: str, **options: Any) -> list[Any]:
+        nonlocal tries
+        tries += 1
+        raise StoreError("the store is away")
+
+    monkeypatch.setattr(world.storage, "list", fail)
+    await under_way(manager, manager.run(), 2.5 * CLEAN_INTERVAL_S)
+    assert tries == 3
+
+
+# -- cleaning: steps --------------------------------------------------------------------------------------------
+
+
+def batch(group: int) -> pa.Table:
+    rows = [ended(group, sample).row() | {"use": "train"} for sample in range(2)]
+    return pa.Table.from_pylist(rows, schema=BATCH)
+
+
+async def decide(log: StepLog, steps: int) -> list[BatchDecision]:
+    return [(await log.decide(n, batch(n), [n], {})).decision for n in range(steps)]
+
+
+async def checkpoint(world: World, *versions: int) -> None:
+    for version in versions:
+        await world.storage.write(f"checkpoints/step-{version:09d}/checkpoint.json", b"{}")
+
+
+async def test_batches_before_the_oldest_kept_checkpoint_go() -> None:
+    """A restart, and an offline replay, from the oldest checkpoint that is kept finds all batches after it."""
+    world = World()
+    manager, (_, log) = await world.manager(), await world.trainer()
+    decided = await decide(log, 6)
+    await world.storage.write("checkpoints/.writing-x/checkpoint.json", b"{}")
+    assert await manager.cleaner.clean() == 0, "without a checkpoint all of them are needed"
+    await checkpoint(world, 4, 5)
+    assert await manager.cleaner.clean() == 4
+    arrows = [p for p in await world.paths("batches") if p.endswith(".arrow")]
+    assert arrows == [d.file for d in decided[4:]]
+    for step in (4, 5):
+        assert (await log.read(step)).rows.num_rows == 2
+    assert await log.decisions() == decided, "what each step meant is still known"
+
+
+async def test_all_batches_are_kept_if_the_config_says_so() -> None:
+    world = World(trainer={"keep_batches": "all"})
+    manager, (_, log) = await world.manager(), await world.trainer()
+    await decide(log, 3)
+    await checkpoint(world, 3)
+    assert await manager.cleaner.clean() == 0
+
+
+async def test_batch_files_of_dead_trainers_that_were_never_decided_go() -> None:
+    world = World(trainer={"keep_batches": "all"})
+    manager, (trainer, log) = await world.manager(), await world.trainer()
+    decided = await decide(log, 1)
+    await log.close(batch(1), {1: "remainder"}, "done")
+    for name in ("000000000-trainer-0", "000000001-trainer-1", "closing-000000001-001-trainer-1"):
+        await world.storage.write(f"batches/{name}.arrow", b"x")
+    assert await manager.cleaner.clean() == 1, "the living one may be about to decide"
+    kill(trainer)
+    await world.trainer("trainer-2")
+    assert await manager.cleaner.clean() == 2
+    arrows = [p for p in await world.paths("batches") if p.endswith(".arrow")]
+    assert arrows == [decided[0].file, "batches/closing-000000001-000-trainer-1.arrow"]
+
+
+async def many_steps(world: World, log: StepLog, steps: int) -> list[BatchDecision]:
+    """Steps as a trainer leaves them, quicker."""
+    decisions = []
+    for step in range(steps):
+        file = f"batches/{step:09d}-trainer-1.arrow"
+        decision = BatchDecision(step=step, file=file, sha256="s", trained=[step], retired={}, decided_by="trainer-1")
+        world.server.transact(Transaction((), (Put(KEYS.batch(step), decision.dump()),)))
+        await world.storage.write(decision_path(step), decision.dump().encode())
+        decisions.append(decision)
+    await log.change_head(decided=steps, step=steps, consumed_groups=steps)
+    return decisions
+
+
+async def test_old_decisions_move_from_etcd_to_the_archive_a_block_at_a_time() -> None:
+    world = World()
+    manager, (_, log) = await world.manager(), await world.trainer()
+    decided = await many_steps(world, log, 2 * BLOCK + 20)
+    for version in (3, BLOCK + 7):
+        world.server.transact(Transaction((), (Put(f"{KEYS.offers_of(version)}d{version}", "{}"),)))
+    await checkpoint(world, BLOCK + 10, 2 * BLOCK + 10)
+    await manager.cleaner.clean()
+    assert len(world.under(KEYS.batches)) == BLOCK + 20
+    assert world.under(KEYS.offers) == [f"{BLOCK + 7:012d}/d{BLOCK + 7}"]
+    assert len([p for p in await world.paths("batches") if p.endswith(".json")]) == BLOCK + 20
+    archived = await read_archive(world.storage)
+    assert [a.decision for a in archived] == decided[:BLOCK]
+    assert archived[3].offered == ["d3"] and archived[4].offered == []
+    assert await log.decisions() == decided
+    assert await log.decision(7) == decided[7]
+    assert await manager.cleaner.clean() == 0
+
+
+@pytest.mark.parametrize("needed_by", ["a claim", "an evaluation", "the recording of the step"])
+async def test_steps_that_something_needs_are_not_archived(needed_by: str) -> None:
+    world = World()
+    manager, (_, log) = await world.manager(), await world.trainer()
+    await many_steps(world, log, BLOCK + 5)
+    await checkpoint(world, BLOCK + 5)
+    if needed_by == "a claim":
+        await draw(await world.member("rollout", "r"), version=BLOCK - 1)
+    elif needed_by == "an evaluation":
+        request = EvaluationRequest(version=BLOCK - 1, digest="d")
+        world.server.transact(Transaction((), (Put(f"{KEYS.evaluations}{BLOCK - 1:09d}", request.dump()),)))
+    else:
+        await log.change_head(step=BLOCK - 1)
+    await manager.cleaner.clean()
+    assert await read_archive(world.storage) == [] and len(world.under(KEYS.batches)) == BLOCK + 5
+
+
+async def test_a_manager_that_died_after_it_wrote_a_block_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    manager, (_, log) = await world.manager(), await world.trainer()
+    decided = await many_steps(world, log, BLOCK)
+    await log.close(batch(BLOCK), {BLOCK: "remainder"}, "done")
+    closing = f"batches/closing-{BLOCK:09d}-000.json"
+    await world.storage.delete(closing)
+    await checkpoint(world, BLOCK)
+
+    async def die(*_: Any) -> int:
+        raise StoreError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.cleaner, "_forget_before", die)
+        with pytest.raises(StoreError):
+            await manager.cleaner.clean()
+    assert len(world.under(KEYS.batches)) == BLOCK
+    kill(manager.member)
+    await (await world.manager("relay-2")).cleaner.clean()
+    assert world.under(KEYS.batches) == [] and await log.decisions() == decided
+    assert world.under(KEYS.closings) == [f"{BLOCK:09d}-000"] and closing in await world.paths("batches")
+
+
+async def test_an_old_closing_is_found_beside_its_batch() -> None:
+    world = World()
+    manager, (_, log) = await world.manager(), await world.trainer()
+    await log.close(batch(0), {0: "remainder"}, "no prompts")
+    await log.change_head(state="running")
+    await many_steps(world, log, BLOCK)
+    await checkpoint(world, BLOCK)
+    await manager.cleaner.clean()
+    assert world.under(KEYS.closings) == []
+    assert [c.retired for c in await log.closings()] == [{0: "remainder"}]
+
+
+def test_the_step_of_a_key() -> None:
+    keys = [KEYS.batch(12), f"{KEYS.closings}000000012-001", f"{KEYS.offers_of(12)}d"]
+    assert [step_of(k, KEYS) for k in keys] == [12, 12, 12]

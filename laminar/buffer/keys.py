@@ -1,7 +1,8 @@
 """Where each record lives in etcd. All keys of a run share `/laminar/<run>/<generation>/`.
 
 A generation is one life of the etcd state: `laminar recover` starts a new one, so that workers of
-the old life write to keys that nobody reads. Only `manifest` stands outside it.
+the old life write to keys that nobody reads. Only `manifest`, which names the generation, and `recovering` stand
+outside it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Keys:
         self.root = f"/laminar/{run}/"
         self.prefix = f"{self.root}g{generation}/"
         self.manifest = f"{self.root}manifest"
+        self.recovering = f"{self.root}recovering"
         self.cursor = f"{self.prefix}cursor"
         self.claims = f"{self.prefix}claims/"
         self.inbox_root = f"{self.prefix}inbox/"

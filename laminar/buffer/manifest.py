@@ -41,6 +41,8 @@ class RunFile(BaseModel):
     run: str
     store_id: str = Field(default_factory=lambda: secrets.token_hex(8))
     """Random: tells a worker that it sees the same storage as the others."""
+    generation: int = 1
+    """Which life of the etcd state the run is in: raised by `laminar recover`, so that an older etcd is recognised."""
     created_at_us: int
     config: dict[str, Any]
     model_folder: str

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
@@ -31,6 +31,7 @@ from laminar.buffer.coordination import (
     WatchEvent,
     absent,
     created_at,
+    unchanged,
 )
 from laminar.buffer.keys import Keys
 from laminar.buffer.records import LeaderRecord, WorkerRecord
@@ -214,22 +215,28 @@ class Membership:
 
     @classmethod
     async def join(
-        cls, session: Session, coordination: Coordination, keys: Keys, record: WorkerRecord
-    ) -> Membership:
-        """Raises CoordinationError if another worker has this id, LeaseLost if the session has ended."""
+        cls, session: Session, coordination: Coordination, keys: Keys, record: WorkerRecord,
+        manifest: KeyValue | None = None,
+    ) -> Membership:  # fmt: skip
+        """Not while the run is recovered, nor if its `manifest` has changed. Raises CoordinationUnavailable then,
+        CoordinationError if another worker has this id, LeaseLost if the session has ended."""
         key = keys.worker(record.kind, record.id)
-        kv = await _create(session, coordination, key, record.dump())
-        if kv is None or not _is_ours(kv, session, record.dump()):
-            holder = kv.value if kv else "a worker that has just left"
-            raise CoordinationError(f"{key} is taken by {holder}; a worker's id must be new at each start")
+        same_life = (absent(keys.recovering), *([unchanged(manifest)] if manifest else []))
+        kv = await _create(session, coordination, key, record.dump(), same_life)
+        if kv is None:
+            raise CoordinationUnavailable(f"{key} was not created: run {keys.run!r} is being recovered; join anew")
+        if not _is_ours(kv, session, record.dump()):
+            raise CoordinationError(f"{key} is taken by {kv.value}; a worker's id must be new at each start")
         return cls(key, kv.create_revision)
 
     def guard(self) -> Compare:
         return created_at(self.key, self.create_revision)
 
 
-async def _create(session: Session, coordination: Coordination, key: str, value: str) -> KeyValue | None:
-    """Put `key` under the lease unless it exists; what is there afterwards."""
+async def _create(
+    session: Session, coordination: Coordination, key: str, value: str, also: Sequence[Compare] = ()
+) -> KeyValue | None:
+    """Put `key` under the lease unless it exists, or another compare fails; what is there afterwards."""
     session.require()
 
     async def committed() -> bool:
@@ -237,7 +244,7 @@ async def _create(session: Session, coordination: Coordination, key: str, value:
         return kv is not None and _is_ours(kv, session, value)
 
     put = Put(key, value, session.lease)
-    await transact_or_read_back(coordination, Transaction((absent(key),), (put,)), committed=committed)
+    await transact_or_read_back(coordination, Transaction((absent(key), *also), (put,)), committed=committed)
     return await coordination.get(key)
 
 

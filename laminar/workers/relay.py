@@ -16,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from laminar.buffer.records import Retain
+from laminar.buffer.records import EvaluationRequest, Retain
 from laminar.relay.holdings import Holdings
 from laminar.relay.server import RelayServer
 from laminar.workers.context import Run, joined
 from laminar.workers.manager import lead
-from laminar.workers.mirror import Mirror
+from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
@@ -84,13 +84,18 @@ async def relay_main(run: Run, stop: asyncio.Event, server: ServedWeights, commi
 
 
 async def keep_retained(run: Run, holdings: Holdings) -> None:
-    """Hold on to the versions that the manager says are still referred to."""
-    async with Mirror(run.coordination, run.keys.retain, exact=True) as retain:
+    """Hold on to the versions that the manager says are still referred to, and to those that are to be evaluated: the
+    manager looks every few seconds only, in which a fast trainer publishes enough to push them out."""
+    bell = Bell()
+    retain = Mirror(run.coordination, run.keys.retain, exact=True, bell=bell)
+    requests = Mirror(run.coordination, run.keys.evaluations, bell=bell)
+    async with retain, requests:
         while True:
+            requests.check()
+            asked = {EvaluationRequest.parse(kv.value).version for kv in requests.items.values()}
             kv = retain.only
-            if kv is not None:
-                holdings.retain_versions(Retain.parse(kv.value).versions)
-            await retain.wait_for(lambda kv=kv: retain.only is not kv, 60.0)  # type: ignore[misc]
+            holdings.retain_versions(asked.union(Retain.parse(kv.value).versions if kv else ()))
+            await bell.wait(60.0)
 
 
 async def keep_committer(run: Run, committer: Callable[[], Process]) -> None:

@@ -29,9 +29,11 @@ from laminar.buffer.storage import MemoryStorage
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.errors import StoreError
+from laminar.relay.holdings import Holdings
 from laminar.workers.cleaning import STALE_S, step_of
 from laminar.workers.context import Member, Run
 from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
+from laminar.workers.relay import keep_retained
 
 KEYS = Keys("run")
 FINGERPRINTS = Fingerprints(model="", tokenizer="", template="", prompts="", held_out="")
@@ -269,6 +271,26 @@ async def test_versions_that_claims_and_evaluations_name_are_retained() -> None:
     assert Retain.parse(retained(world).value).versions == [3, 4]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_relay_holds_a_version_from_the_moment_its_evaluation_is_asked_for() -> None:
+    """Before the manager says so: the trainer may publish two more versions until then."""
+    world = World()
+    member = await world.member("relay", "relay-1")
+    holdings = Holdings(chunk_bytes=1 << 20, retain=2)
+    keeping = asyncio.create_task(keep_retained(member.run, holdings))
+    world.server.transact(Transaction((), (Put(KEYS.retain, Retain(versions=[3]).dump()),)))
+    await asyncio.sleep(0.01)
+    assert holdings.retained == {3}
+    request = EvaluationRequest(version=7, digest="d")
+    world.server.transact(Transaction((), (Put(f"{KEYS.evaluations}{7:09d}", request.dump()),)))
+    await asyncio.sleep(0.01)
+    assert holdings.retained == {3, 7}
+    await member.run.coordination.delete(f"{KEYS.evaluations}{7:09d}")
+    await asyncio.sleep(0.01)
+    assert holdings.retained == {3}
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
 # -- cleaning: logs, segments, keys -----------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from laminar.buffer.files import TEMPORARY, AlreadyExists, FileInfo, NotFound, StorageFull, clean_path, probe
+from laminar.buffer.space import free_bytes, says_full
 from laminar.errors import StoreError
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class LocalStorage:
         await self._run("delete", path, 0, _delete_tree)
 
     async def free_bytes(self) -> int | None:
-        return await self._run("measure", "", 0, lambda root: _free_bytes(root))
+        return await self._run("measure", "", 0, free_bytes)
 
     async def probe(self) -> None:
         await probe(self)
@@ -80,23 +81,16 @@ class LocalStorage:
 
 
 def _explained(verb: str, target: Path, size: int, e: OSError) -> StoreError:
-    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+    if says_full(e):
         return StorageFull(
-            f"cannot {verb} {target}: no space for {size} bytes, {_free_bytes(target.parent)} bytes are free "
-            f"({e.strerror}); free some space or move the store, writers try again"
+            f"disk is full at {target.parent}: no space for {size} bytes, {free_bytes(target.parent)} bytes are free "
+            f"(cannot {verb} {target.name}: {e.strerror}); free space, what waits is then written"
         )
     if isinstance(e, FileNotFoundError):
         return NotFound(f"cannot {verb} {target}: it is not there")
     if isinstance(e, FileExistsError):
         return AlreadyExists(f"cannot {verb} {target}: it exists already, and is not to be replaced")
     return StoreError(f"cannot {verb} {target}: {e.strerror or e}")
-
-
-def _free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    space = os.statvfs(folder)
-    return space.f_bavail * space.f_frsize
 
 
 def _publish(target: Path, data: bytes, overwrite: bool) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from laminar.buffer.coordination import all_reads
 from laminar.buffer.etcd import EtcdCoordination
+from laminar.buffer.files import StorageFull
+from laminar.buffer.space import disk_full, free_bytes, says_full
 from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LaminarError
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ PORT_ATTEMPTS = 5
 STOP_S = 10.0
 """Seconds from SIGTERM to SIGKILL."""
 TAIL_LINES = 12
+LEAST_SPACE = 64 << 10
+"""Bytes with which an etcd can write nothing at all."""
 HEALTH_KEY = "health"
 INSTALL = (
     "etcd was not found: install it (Debian, Ubuntu: `apt-get install etcd-server`; macOS: `brew install etcd`; else a "
@@ -93,9 +97,14 @@ class EtcdProcess:
         """None while it runs."""
         return self._process.poll() if self._process is not None else None
 
+    @property
+    def out_of_space(self) -> bool:
+        """Whether etcd, which has ended, did so for want of space. Its log may have met the same end."""
+        return says_full(self._tail()) or free_bytes(self.data_dir) < LEAST_SPACE
+
     async def start(self, deadline_s: float = 30.0) -> None:
-        """Start and wait until it serves. Raises ConfigError (no etcd, port or folder taken), CoordinationError
-        with the last lines of its log if it exits or does not serve in time."""
+        """Start and wait until it serves. Raises ConfigError (no etcd, port or folder taken), StorageFull if it ends
+        for want of space, CoordinationError with the last lines of its log if it ends or does not serve in time."""
         if self._process is not None and self.returncode is None:
             raise CoordinationError(f"etcd on {self.data_dir} runs already (pid {self.pid})")
         program = await asyncio.to_thread(find_etcd)
@@ -132,6 +141,8 @@ class EtcdProcess:
         try:
             while True:
                 if self.returncode is not None:
+                    if self.out_of_space:
+                        raise StorageFull(disk_full(self.data_dir))
                     raise CoordinationError(
                         f"etcd on {self.data_dir} exited with {self.returncode}; the end of {self.log_path}:\n"
                         + self._tail()

@@ -13,6 +13,7 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.records import WorkerRecord
 from laminar.errors import LaminarError
 from laminar.workers.children import Child
+from laminar.workers.last_error import last_error, lines_since
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ async def sign_off(coordination: Coordination, keys: Keys, *, host: str, pid: in
             await coordination.revoke(kv.lease)
 
 
+async def _at_once() -> None:
+    """What `may_start` is where nothing needs to be waited for."""
+
+
 class GaveUp(LaminarError):
     """A worker crashed again and again: its last error is in the message."""
 
@@ -60,7 +65,9 @@ class GaveUp(LaminarError):
 @dataclass
 class Supervised:
     """A worker process that is started again when it dies. `on_end(pid)` is told of each death at once; `is_over()`
-    says whether a worker that ended with 0 did so because the run is over: somebody may also have sent it SIGTERM."""
+    says whether a worker that ended with 0 did so because the run is over: somebody may also have sent it SIGTERM.
+    `may_start()` returns when it makes sense to start one, `excused()` says whether a crash just now is not its own
+    fault: without etcd every worker ends with an error."""
 
     kind: str
     name: str
@@ -69,17 +76,25 @@ class Supervised:
     on_end: Callable[[int], None]
     on_event: Callable[[str], None]
     is_over: Callable[[], Awaitable[bool]]
+    may_start: Callable[[], Awaitable[None]] = _at_once
+    excused: Callable[[], bool] = bool
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     child: Child | None = None
     stopping: bool = False
     finished: bool = False
+    log_start: int = 0
+    """Where in the log the present process began."""
 
     async def run(self) -> None:
         """Until the run is over, or the worker is stopped. Raises GaveUp."""
         loop = asyncio.get_running_loop()
         while not self.stopping:
+            await self.may_start()
+            if self.stopping:
+                return
             started = loop.time()
             self.child = Child(self.command, log=self.log_file)
+            self.log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
             await self.child.start()
             if self.stopping:
                 # `stop` came while the process was being started, and found nothing to stop.
@@ -90,18 +105,23 @@ class Supervised:
             if self.stopping or (code == 0 and await self.is_over()):
                 self.finished = True
                 return
-            pause = self.policy.ended(loop.time() - started, killed=code in (0, -9, -15))
+            pause = self.policy.ended(loop.time() - started, killed=code in (0, -9, -15) or self.excused())
             if pause is None:
                 raise GaveUp(
                     f"{self.name} crashed {self.policy.quick_crashes} times within {QUICK_S:.0f} s of its start, the "
-                    f"last time with exit code {code}. Its last lines ({self.log_file}):\n{self.tail()}"
+                    f"last time {self.how(code)}. Its last lines:\n{self.tail()}"
                 )
-            how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
-            how = how if code else "left the run"
-            self.on_event(f"{self.name} {how}; starting it again in {pause:.1f} s")
-            if code > 0:
-                self.on_event(self.tail(3))
+            self.on_event(f"{self.name} {self.how(code)}; starting it again in {pause:.1f} s")
             await asyncio.sleep(pause)
+
+    def how(self, code: int) -> str:
+        """How the last process ended, with its last error and where the rest stands."""
+        if code == 0:
+            return "left the run"
+        if code in (-9, -15):
+            return f"was killed (signal {-code})"
+        how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
+        return f"{how}: {last_error(self._lines()) or 'it wrote nothing'} (log: {self.log_file})"
 
     async def stop(self, grace_s: float) -> None:
         self.stopping = True
@@ -109,9 +129,8 @@ class Supervised:
             await self.child.stop(grace_s=grace_s)
 
     def tail(self, lines: int = LOG_TAIL) -> str:
-        """The last lines that the worker wrote."""
-        try:
-            text = self.log_file.read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return "(it wrote nothing)"
-        return "\n".join(f"  {line}" for line in text.splitlines()[-lines:])
+        """The last lines that the last process wrote."""
+        return "\n".join(f"  {line}" for line in self._lines()[-lines:]) or "  (it wrote nothing)"
+
+    def _lines(self) -> list[str]:
+        return lines_since(self.log_file, self.log_start)

@@ -12,6 +12,7 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import WorkerRecord
 from laminar.buffer.session import Election, Membership, Session
+from laminar.workers.last_error import last_error
 from laminar.workers.supervision import MAX_QUICK_CRASHES, GaveUp, RestartPolicy, Supervised, sign_off
 
 
@@ -48,7 +49,49 @@ async def test_giving_up_shows_the_last_error(tmp_path: Path) -> None:
     with pytest.raises(GaveUp, match="no such model"):
         await worker.run()
     assert len(ended) == MAX_QUICK_CRASHES
-    assert any("exit code 1" in e for e in events)
+    assert events[0] == (
+        f"x-0 ended with exit code 1: no such model (log: {tmp_path / 'x.log'}); starting it again in 1.0 s"
+    )
+
+
+async def test_the_error_is_that_of_the_process_that_died(tmp_path: Path) -> None:
+    """A log holds all lives of a worker: the error of an earlier one must not stand for this one's."""
+    (tmp_path / "x.log").write_text("ValueError: of a life before\n")
+    worker = supervised([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, [], [])
+    with pytest.raises(GaveUp, match="it wrote nothing") as gave_up:
+        await worker.run()
+    assert "a life before" not in str(gave_up.value)
+
+
+async def test_without_etcd_nothing_is_started_and_no_crash_counts(tmp_path: Path) -> None:
+    """While etcd is away every worker ends with an error: after four the run would be given up."""
+    starts: list[int] = []
+    ended: list[int] = []
+
+    async def may_start() -> None:
+        starts.append(len(ended))
+        if len(starts) == MAX_QUICK_CRASHES + 3:
+            worker.stopping = True
+
+    worker = supervised([sys.executable, "-c", "raise SystemExit('no etcd')"], tmp_path, ended, [])
+    worker.may_start, worker.excused = may_start, lambda: True
+    await worker.run()
+    assert starts == list(range(MAX_QUICK_CRASHES + 3)) and len(ended) == MAX_QUICK_CRASHES + 2
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        ("12:00 INFO x joined\nerror: disk is full\n", "disk is full"),
+        ("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\nleaked semaphore objects\n", "KeyError: 'a'"),
+        ("Traceback …\nlaminar.errors.StoreError: gone\nremedy\n\n", "laminar.errors.StoreError: gone"),
+        ("only\nthis\n\n", "this"),
+        ("", ""),
+        ("error: " + "x" * 400, "x" * 299 + "…"),
+    ],
+)
+def test_the_line_that_says_why(log: str, error: str) -> None:
+    assert last_error(log.splitlines()) == error
 
 
 async def test_a_worker_that_was_asked_to_leave_a_living_run_is_started_again(tmp_path: Path) -> None:

@@ -1,11 +1,19 @@
-"""Virtual time, and a small finished run as its processes would have left it, for the tests of what looks at stores."""
+"""Virtual time; a small finished run as its processes would have left it, for the tests of what looks at stores; and an
+S3 service on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import selectors
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +182,56 @@ def write_tables(root: Path) -> None:
             step=step, file="-", sha256="-", trained=[] if retired else [step], retired=retired, decided_by="trainer"
         )
         (root / "batches" / f"{step:09d}.json").write_text(decision.dump())
+
+
+@dataclass(frozen=True)
+class S3Service:
+    """A real HTTP service on this machine that keeps its objects in memory (moto). `options`: for `open_storage`."""
+
+    endpoint: str
+
+    @property
+    def options(self) -> dict[str, str]:
+        return {"endpoint_url": self.endpoint, "region": "us-east-1"}
+
+    def bucket(self) -> str:
+        """The URL of a new bucket."""
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT"), timeout=10).close()
+        return f"s3://{name}"
+
+
+@pytest.fixture(scope="session")
+def s3_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
+    pytest.importorskip("moto")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    service = S3Service(f"http://127.0.0.1:{port}")
+    with pytest.MonkeyPatch.context() as patch, (tmp_path_factory.mktemp("s3") / "log").open("wb") as output:
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+            patch.delenv(name, raising=False)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
+        )
+        try:
+            _wait_for(port, process)
+            yield service
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        assert process.poll() is None, f"the S3 service ended with {process.returncode}"
+        assert time.monotonic() < deadline, "the S3 service did not listen within 60 s"
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            time.sleep(0.05)

@@ -11,10 +11,13 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from laminar.buffer import local_files
+from laminar.buffer.segments import SegmentWriter, load_segment
 from laminar.buffer.storage import (
     AlreadyExists,
     FsspecStorage,
@@ -27,7 +30,11 @@ from laminar.buffer.storage import (
 )
 from laminar.errors import ConfigError, StoreError
 
-KINDS = ["local", "object store", "twin", "twin without append"]
+KINDS = ["local", "object store", "s3", "twin", "twin without append"]
+
+
+def s3_storage(service: Any) -> FsspecStorage:
+    return FsspecStorage(f"{service.bucket()}/a/prefix", service.options)
 
 
 @pytest.fixture(params=KINDS)
@@ -35,6 +42,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     makers: dict[str, Callable[[], Storage]] = {
         "local": lambda: LocalStorage(tmp_path / "store"),
         "object store": lambda: FsspecStorage(f"memory://{uuid.uuid4().hex}"),
+        "s3": lambda: s3_storage(request.getfixturevalue("s3_service")),
         "twin": MemoryStorage,
         "twin without append": lambda: MemoryStorage(supports_append=False),
     }
@@ -123,6 +131,101 @@ async def test_a_store_without_conditional_put_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(storage._fs, "pipe_file", lambda key, data, mode: put(key, data))
     with pytest.raises(StoreError, match="no conditional put"):
         await storage.probe()
+
+
+class TestS3:
+    async def test_a_segment_is_a_sequence_of_objects_with_the_same_rows(self, s3_service: Any) -> None:
+        storage = s3_storage(s3_service)
+        schema = pa.schema([("number", pa.int64())])
+        writer = SegmentWriter(storage, "partials/w/000000.arrows", schema, sync=True)
+        for i in range(40):
+            await writer.append(pa.record_batch([pa.array([i], pa.int64())], schema=schema))
+        await writer.close()
+        files = await storage.list("partials/w")
+        assert [f.path for f in files[:2]] == ["partials/w/000000-000000.arrows", "partials/w/000000-000001.arrows"]
+        contents = await load_segment(storage, "partials/w/000000.arrows", schema, files)
+        assert [b["number"][0].as_py() for b in contents.batches] == list(range(40))
+        await storage.delete(files[7].path)
+        left = [f for f in files if f != files[7]]
+        cut = await load_segment(storage, "partials/w/000000.arrows", schema, left)
+        assert len(cut.batches) == 7 and cut.damage and "object 7 is missing" in cut.damage
+
+    async def test_a_put_whose_answer_was_lost_is_recognised_as_ours(
+        self, s3_service: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The client repeats the request, and finds the object that its first attempt has made."""
+        storage = s3_storage(s3_service)
+        put = storage._fs.pipe_file
+
+        def twice(key: str, data: bytes, **options: Any) -> None:
+            put(key, data, **options)
+            put(key, data, **options)
+
+        monkeypatch.setattr(storage._fs, "pipe_file", twice)
+        await storage.write("batches/1.arrow", b"mine")
+        with pytest.raises(AlreadyExists):
+            await storage.write("batches/1.arrow", b"mine")
+        assert await storage.read("batches/1.arrow") == b"mine"
+
+    async def test_two_puts_at_once_are_tried_again(self, s3_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """AWS answers 409 to one of two conditional puts that overlap, whether or not the other succeeds."""
+        from botocore.exceptions import ClientError
+
+        storage = s3_storage(s3_service)
+        put, conflicts = storage._fs.pipe_file, [0]
+
+        def overlapping(key: str, data: bytes, **options: Any) -> None:
+            conflicts[0] += 1
+            if conflicts[0] <= 2:
+                answer = {
+                    "Error": {"Code": "ConditionalRequestConflict"},
+                    "ResponseMetadata": {"HTTPStatusCode": 409},
+                }
+                raise OSError(errno.EBUSY, "conflict") from ClientError(answer, "PutObject")  # type: ignore[arg-type]
+            put(key, data, **options)
+
+        monkeypatch.setattr(storage._fs, "pipe_file", overlapping)
+        await storage.write("one", b"x")
+        assert conflicts == [3] and await storage.read("one") == b"x"
+
+    async def test_a_service_that_ignores_the_condition_is_refused_with_the_remedy(
+        self, s3_service: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = s3_storage(s3_service)
+        put = storage._fs.pipe_file
+        monkeypatch.setattr(storage._fs, "pipe_file", lambda key, data, **options: put(key, data))
+        with pytest.raises(StoreError, match="no conditional put.*use a store that honours If-None-Match"):
+            await storage.probe()
+
+    async def test_what_is_missing_is_said(self, s3_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(StoreError, match="its bucket does not exist; create it"):
+            await FsspecStorage("s3://no-such-bucket/x", s3_service.options).write("a", b"")
+        nobody = FsspecStorage("s3://b/x", {"endpoint_url": "http://127.0.0.1:1", "region": "r"})
+        with pytest.raises(StoreError, match=r"127\.0\.0\.1:1 is not reached: check storage\.endpoint_url"):
+            await nobody.read("a")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        # Another region: clients are shared by equal settings, and this one has found its keys already.
+        keyless = FsspecStorage(s3_service.bucket(), {**s3_service.options, "region": "eu-west-1"})
+        with pytest.raises(StoreError, match="set AWS_ACCESS_KEY_ID"):
+            await keyless.read("a")
+
+    def test_the_environment_names_the_service_and_keys_never_stand_in_its_address(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+        monkeypatch.setenv("AWS_REGION", "there")
+        storage = FsspecStorage("s3://bucket/prefix")
+        assert storage.table_options["aws_endpoint"] == "http://minio:9000"
+        assert (storage.table_options["aws_region"], storage.table_options["allow_http"]) == ("there", "true")
+        assert storage.absolute("a/b.lance") == "s3://bucket/prefix/a/b.lance"
+        with pytest.raises(ConfigError, match="holds a user or password") as caught:
+            FsspecStorage("s3://bucket", {"endpoint_url": "http://me:hunter2@minio:9000"})
+        assert "hunter2" not in str(caught.value)
+        with pytest.raises(ConfigError, match="no address of an S3 service"):
+            FsspecStorage("s3://bucket", {"endpoint_url": "minio:9000"})
+        with pytest.raises(ConfigError, match="for s3:// stores"):
+            open_storage("memory2://bucket", {"endpoint_url": "http://minio:9000"})
 
 
 def test_a_url_decides_the_storage(tmp_path: Path) -> None:

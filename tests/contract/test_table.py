@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -17,6 +19,7 @@ import pytest
 from laminar.buffer.lance_files import TableFiles
 from laminar.buffer.lance_table import LanceTable
 from laminar.buffer.schema import STEPS
+from laminar.buffer.storage import FsspecStorage
 from laminar.buffer.table import MemoryTable, Table, TableUnreadable, TargetTaken
 from laminar.errors import StoreError
 
@@ -33,8 +36,27 @@ def lance_table(tmp_path: Path) -> LanceTable:
     return LanceTable(str(tmp_path / "steps.lance"), STEPS, fsync=True)
 
 
-@pytest.fixture(params=["lance", "twin"])
+Handles = Callable[[], LanceTable]
+"""Makes handles of their own to one table."""
+
+
+@pytest.fixture(params=["folder", "s3"])
+def lance_handle(request: pytest.FixtureRequest, tmp_path: Path) -> Handles:
+    if request.param == "folder":
+        return lambda: lance_table(tmp_path)
+    service = request.getfixturevalue("s3_service")
+    storage = FsspecStorage(service.bucket(), service.options)
+    return lambda: LanceTable(
+        storage.absolute("steps.lance"), STEPS, fsync=True, storage_options=storage.table_options
+    )
+
+
+@pytest.fixture(params=["lance", "lance on s3", "twin"])
 def table(request: pytest.FixtureRequest, tmp_path: Path) -> Table:
+    if request.param == "lance on s3":
+        service = request.getfixturevalue("s3_service")
+        storage = FsspecStorage(service.bucket(), service.options)
+        return LanceTable(storage.absolute("steps.lance"), STEPS, fsync=True, storage_options=storage.table_options)
     return lance_table(tmp_path) if request.param == "lance" else MemoryTable(STEPS)
 
 
@@ -148,9 +170,11 @@ async def test_rows_of_another_shape_are_refused(table: Table) -> None:
 
 
 @pytest.mark.parametrize("between", ["commit", "compaction", "commits that were cleaned up"])
-async def test_a_late_committer_is_refused_whatever_came_between(tmp_path: Path, between: str) -> None:
+async def test_a_late_committer_is_refused_whatever_came_between(
+    lance_handle: Handles, tmp_path: Path, between: str
+) -> None:
     """Lance itself rebases a late append, and its rows are there twice."""
-    table, late = lance_table(tmp_path), lance_table(tmp_path)
+    table, late = lance_handle(), lance_handle()
     await fill(table, 3)
     written = late.files.sync_data
 
@@ -168,12 +192,12 @@ async def test_a_late_committer_is_refused_whatever_came_between(tmp_path: Path,
     expected = list(range(12 if between == "compaction" else 16))
     assert sorted((await table.read())["commit_seq"].to_pylist()) == expected
     assert await late.find("late") is None
-    if between == "commit":
+    if between == "commit" and table.files.local:
         assert len(os.listdir(tmp_path / "steps.lance/data")) == 4, "the refused commit's file is gone"
 
 
-async def test_a_late_compaction_gives_way_to_a_commit(tmp_path: Path) -> None:
-    table, late = lance_table(tmp_path), lance_table(tmp_path)
+async def test_a_late_compaction_gives_way_to_a_commit(lance_handle: Handles) -> None:
+    table, late = lance_handle(), lance_handle()
     await fill(table, 3)
     rewritten = late._rewritten
 
@@ -188,8 +212,10 @@ async def test_a_late_compaction_gives_way_to_a_commit(tmp_path: Path) -> None:
     assert (await table.read())["commit_seq"].to_pylist() == list(range(16))
 
 
-async def test_a_commit_whose_reply_was_lost_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = lance_table(tmp_path)
+async def test_a_commit_whose_reply_was_lost_is_recognised(
+    lance_handle: Handles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = lance_handle()
     await fill(table, 1)
 
     def cut(self: TableFiles) -> None:
@@ -201,8 +227,8 @@ async def test_a_commit_whose_reply_was_lost_is_recognised(tmp_path: Path, monke
     assert await table.count() == 8
 
 
-async def test_rivals_in_handles_of_their_own_never_both_win(tmp_path: Path) -> None:
-    handles = [lance_table(tmp_path) for _ in range(3)]
+async def test_rivals_in_handles_of_their_own_never_both_win(lance_handle: Handles) -> None:
+    handles = [lance_handle() for _ in range(3)]
     for target in range(1, 16):
         results = await asyncio.gather(
             *(h.commit(rows(target), target=target, key=f"{target}-{i}") for i, h in enumerate(handles)),
@@ -212,6 +238,47 @@ async def test_rivals_in_handles_of_their_own_never_both_win(tmp_path: Path) -> 
         assert results.count(target) == 1, results
         assert await handles[0].find(f"{target}-{winner}") == target
     assert await handles[0].count() == 60
+
+
+COMMITTER = """
+import asyncio, json, sys, time
+import pyarrow as pa
+from laminar.buffer.lance_table import LanceTable
+from laminar.buffer.schema import STEPS
+
+def stand_still(*_):
+    print("there", flush=True)
+    time.sleep(600)
+
+async def main():
+    table = LanceTable(sys.argv[1], STEPS, fsync=True, storage_options=json.loads(sys.argv[2]))
+    setattr(table.files, sys.argv[3], stand_still)
+    rows = pa.Table.from_pylist([{"step": 9, "group": 9, "sample": i, "commit_seq": 4 + i} for i in range(4)], STEPS)
+    await table.commit(rows, target=2, key="of the dead")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("instant", ["sync_data", "sync_manifests"])
+async def test_a_committer_killed_within_a_commit_on_s3_leaves_all_or_nothing(s3_service: Any, instant: str) -> None:
+    """Killed before its manifest is there, its commit is made by the successor; killed after it, it is recognised."""
+    storage = FsspecStorage(s3_service.bucket(), s3_service.options)
+    table = LanceTable(storage.absolute("steps.lance"), STEPS, fsync=True, storage_options=storage.table_options)
+    await fill(table, 1)
+    arguments = [sys.executable, "-c", COMMITTER, table.uri, json.dumps(storage.table_options), instant]
+    killed = subprocess.Popen(arguments, stdout=subprocess.PIPE)  # noqa: ASYNC220
+    assert killed.stdout is not None
+    assert await asyncio.to_thread(killed.stdout.readline) == b"there\n"
+    killed.kill()
+    killed.wait()
+    killed.stdout.close()
+    made = await table.find("of the dead")
+    assert made == (2 if instant == "sync_manifests" else None)
+    if made is None:
+        assert await table.commit(rows(4), target=2, key="of the dead") == 2
+    with pytest.raises(TargetTaken):
+        await table.commit(rows(4), target=2, key="of the dead")
+    assert sorted((await table.read())["commit_seq"].to_pylist()) == list(range(8))
 
 
 def half(data: bytes) -> bytes:

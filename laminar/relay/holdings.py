@@ -129,16 +129,15 @@ class Holdings:
     async def begin(self, header: VersionHeader) -> Arriving | None:
         """Room for a version that comes from another relay; others may read along. None if this relay is busy.
 
-        Raises WeightsError if the header does not fit its digest or this run, or if the version is here or coming."""
-        if header.chunk_bytes != self.chunk_bytes:
-            raise WeightsError(f"chunks of {header.chunk_bytes} bytes: this run's are of {self.chunk_bytes}")
-        await asyncio.to_thread(header.check)
-        known = self._held.get(header.name.version)
-        if known is not None or header.name in self._arriving:
-            raise WeightsError(f"version {header.name} is not needed: {known.name if known else 'it'} is here already")
+        The header must have been checked. Raises WeightsError if the version is here or coming already."""
+        if header.name in self._arriving or self.has(header.name):
+            raise WeightsError(f"version {header.name} is here or coming already")
         arena = await self.reserve(header.layout)
         if arena is None:
             return None
+        if header.name in self._arriving:
+            self.release(arena)
+            raise WeightsError(f"version {header.name} is coming already")
         self._arriving[header.name] = arriving = Arriving(header, arena)
         self._notify()
         return arriving

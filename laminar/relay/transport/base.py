@@ -105,7 +105,11 @@ class ChunkSource(Protocol):
 
 
 class Link(Protocol):
-    """An authenticated connection to one relay; one request at a time. All methods raise LinkBroken."""
+    """An authenticated connection to one relay; one request at a time. All methods raise LinkBroken.
+
+    `round_trip_s`: seconds that one exchange of small messages took when it was opened."""
+
+    round_trip_s: float
 
     async def find(self, request: PullRequest) -> VersionHeader:
         """Waits as long as the peer lives and has nothing acceptable yet. Raises PeerRefused. The caller checks the

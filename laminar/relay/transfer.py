@@ -1,0 +1,348 @@
+"""Carries out one pull: connections, arenas and checks around the state machine of `pull`.
+
+    Ask ──▶ connect ─ joined ─ find ─ answered ──▶ Reserve ──▶ arena ─ reserved ──▶ Fetch
+                                                                                      │
+    Done ◀── arrived ◀── checked in a thread ◀── piece in the arena ◀── stream(s) ◀───┘
+
+All runs in one task's loop turns: an event is a plain call, its effects start or cancel tasks. Before anything is
+fetched from another peer, whatever the one before could still write or check has ended: a chunk that others read is
+never written again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from laminar.errors import WeightsError
+from laminar.relay.chain import Candidate
+from laminar.relay.chunks import ChunkSet, Piece, best_grain
+from laminar.relay.holdings import Holdings
+from laminar.relay.layout import Layout
+from laminar.relay.protocol import VersionInfo
+from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Pull, Repair, Reserve
+from laminar.relay.receiving import Arriving
+from laminar.relay.transport.base import (
+    Link,
+    PeerRefused,
+    PullRequest,
+    Transport,
+    VersionHeader,
+    VersionName,
+)
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 1.0
+"""Seconds to reach a peer and prove the secret; others are tried meanwhile."""
+USUAL_RATE = 1e9
+"""Bytes a second that a link is taken for until one was measured."""
+HANDLING_S = 200e-6
+"""Seconds that a piece costs beside its bytes and the way there and back."""
+CHECKING = 2
+"""Pieces of a stream that may wait for their check while the next one arrives."""
+
+Links = Mapping[str, Mapping[str, str]]
+"""For each relay, its endpoints by name of the transport."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One finished transfer into this relay: seconds from the first request for chunks to the last checked one."""
+
+    name: VersionName
+    peers: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    piece_bytes: int
+    repairs: tuple[Repair, ...]
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.nbytes / max(self.seconds, 1e-9)
+
+
+@dataclass
+class Tuning:
+    """What the next transfer starts from: the rate of the last one (bytes a second), and streams a hop."""
+
+    streams: int = 1
+    rate: float = USUAL_RATE
+    layout: Layout | None = None
+    grain: int = 0
+    """Chunks of a piece, if fixed; 0: computed."""
+
+
+@dataclass
+class _Peer:
+    """What is going on with one relay that is or was asked."""
+
+    task: asyncio.Task[None]
+    links: list[Link] = field(default_factory=list)
+
+
+class Transfer:
+    """Brings one of `acceptable` into `holdings`. `see` it the chain, then `run` it."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        transports: Mapping[str, Transport],
+        acceptable: tuple[VersionName, ...],
+        tuning: Tuning,
+    ) -> None:
+        self.pull = Pull(acceptable)
+        self._holdings = holdings
+        self._transports = transports
+        self._tuning = tuning
+        self._links: Links = {}
+        self._relays = 0
+        self._peers: dict[str, _Peer] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._arriving: Arriving | None = None
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._reserving: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._began = 0.0
+        self._served_by: list[str] = []
+        self._grain = 1
+
+    # -- from outside -------------------------------------------------------------------------------------------
+
+    def see(self, candidates: Sequence[Candidate], links: Links) -> None:
+        """Whom to ask, best first, and where they are; call it again when the chain changes."""
+        self._links = links
+        self._relays = len(candidates) + 1
+        self._do(self.pull.see(candidates, self._now()))
+
+    def accept(self, acceptable: tuple[VersionName, ...]) -> None:
+        self._do(self.pull.accept(acceptable, self._now()))
+
+    def abandon(self, reason: str) -> None:
+        self._do(self.pull.abandon(reason))
+
+    async def run(self) -> Hop | None:
+        """Until the version is held, or the pull was abandoned: None, and `pull.reason` says why."""
+        problem = "this relay stops"
+        try:
+            problem = await self._ended
+        finally:
+            self._do(self.pull.abandon(problem))
+            if self._timer is not None:
+                self._timer.cancel()
+            tasks = [*self._leaving, *([self._reserving] if self._reserving else [])]
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._arriving is not None and not self._arriving.have.full:
+                self._holdings.abort(self._arriving, problem)
+        if self._arriving is None or problem:
+            return None
+        return self._finish(self._arriving)
+
+    def _finish(self, arriving: Arriving) -> Hop:
+        info: VersionInfo = self._holdings.complete(arriving)
+        header = arriving.header
+        seconds = self._now() - self._began
+        hop = Hop(
+            header.name,
+            tuple(self._served_by),
+            info.bytes,
+            seconds,
+            self._grain * header.chunk_bytes,
+            tuple(self.pull.repairs),
+        )
+        self._tuning.rate = hop.rate
+        self._tuning.layout = header.layout
+        log.info(
+            "received version=%s from=%s bytes=%d seconds=%.3f rate=%.0f repairs=%d",
+            header.name, ",".join(hop.peers), hop.nbytes, seconds, hop.rate, len(hop.repairs),
+        )  # fmt: skip
+        return hop
+
+    # -- effects ------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask():
+                    self._start(effect.relay, self._ask(effect))
+                case Leave():
+                    self._leave(effect.relay)
+                case Reserve():
+                    self._reserving = asyncio.create_task(self._reserve(effect.header))
+                case Fetch():
+                    peer = self._peers[effect.relay]
+                    peer.task = asyncio.create_task(self._guarded(effect.relay, self._fetch(effect.relay, peer)))
+                case Done():
+                    if not self._ended.done():
+                        self._ended.set_result(effect.reason)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        moment = None if self.pull.ended else self.pull.wake_at(self._now())
+        loop = asyncio.get_running_loop()
+        self._timer = None if moment is None else loop.call_at(moment, self._tick)
+
+    def _tick(self) -> None:
+        self._do(self.pull.tick(self._now()))
+
+    def _start(self, relay: str, work: Awaitable[None]) -> None:
+        self._peers[relay] = _Peer(asyncio.create_task(self._guarded(relay, work)))
+
+    def _leave(self, relay: str) -> None:
+        peer = self._peers.pop(relay, None)
+        if peer is None:
+            return
+        if peer.task is not asyncio.current_task():
+            peer.task.cancel()
+        task = asyncio.create_task(self._close(peer))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _close(self, peer: _Peer) -> None:
+        await asyncio.gather(peer.task, return_exceptions=True)
+        for link in peer.links:
+            await link.close()
+
+    async def _guarded(self, relay: str, work: Awaitable[None]) -> None:
+        """What goes wrong with a peer is an event."""
+        try:
+            await work
+        except WeightsError as e:
+            self._failed(relay, str(e))
+        except ExceptionGroup as group:
+            self._failed(relay, _first_reason(group))
+            if (faults := group.split(WeightsError)[1]) is not None:
+                raise faults from group
+
+    def _failed(self, relay: str, reason: str) -> None:
+        peer = self._peers.get(relay)
+        if peer is None or peer.task is not asyncio.current_task():
+            return
+        receiving = self.pull.peer == relay
+        log.log(logging.WARNING if receiving else logging.DEBUG, "relay %s: %s", relay, reason)
+        if receiving and self.pull.header is not None:
+            self._holdings.record_error(f"version {self.pull.header.name}: {reason}")
+        self._do(self.pull.failed(relay, reason, self._now()))
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    async def _ask(self, ask: Ask) -> None:
+        relay = ask.relay
+        peer = self._peers[relay]
+        link = await self._connect(relay, peer)
+        self._do(self.pull.joined(relay, self._now()))
+        if self.pull.peer != relay:
+            return
+        header = await self._find(link, ask.acceptable, held_only=ask.held_only)
+        self._do(self.pull.answered(relay, header, self._now()))
+
+    async def _connect(self, relay: str, peer: _Peer) -> Link:
+        """By the best transport that both have."""
+        endpoints = self._links.get(relay, {})
+        for name, transport in self._transports.items():
+            if name in endpoints:
+                link = await transport.connect(relay, endpoints[name], deadline_s=CONNECT_S)
+                peer.links.append(link)
+                return link
+        offered = ', '.join(endpoints) or 'none'
+        raise PeerRefused(f"{relay} can be reached by {offered}, this relay speaks {', '.join(self._transports)}")
+
+    async def _find(self, link: Link, acceptable: tuple[VersionName, ...], *, held_only: bool) -> VersionHeader:
+        known = self.pull.header
+        layout = known.layout if known else self._tuning.layout
+        header = await link.find(PullRequest(acceptable, held_only, layout))
+        if known is None or header.name != known.name:
+            if header.chunk_bytes != self._holdings.chunk_bytes:
+                raise PeerRefused(f"its chunks have {header.chunk_bytes} bytes, ours {self._holdings.chunk_bytes}")
+            await asyncio.to_thread(header.check)
+        return header
+
+    async def _reserve(self, header: VersionHeader) -> None:
+        problem = ""
+        try:
+            self._arriving = await self._holdings.begin(header)
+            if self._arriving is None:
+                problem = "no arena is free for it"
+                self._holdings.skip(header.name)
+        except WeightsError as e:
+            problem = str(e)
+        self._began = self._began or self._now()
+        self._do(self.pull.reserved(self._now(), problem=problem))
+
+    # -- receiving ----------------------------------------------------------------------------------------------
+
+    async def _fetch(self, relay: str, peer: _Peer) -> None:
+        while self._leaving:
+            await asyncio.wait(self._leaving)
+        missing, header = self.pull.missing, self.pull.header
+        assert missing is not None and header is not None
+        if len(missing) == 0:
+            return
+        self._served_by.append(relay)
+        self._grain = grain = self._choose_grain(header, peer.links[0])
+        streams = max(1, min(self._tuning.streams, len(missing) // grain))
+        shares = [missing.every(streams, i, grain) for i in range(streams)] if streams > 1 else [missing.copy()]
+        async with asyncio.TaskGroup() as group:
+            for i, share in enumerate(share for share in shares if len(share) > 0):
+                group.create_task(self._stream(relay, peer, header, share, grain, first=i == 0))
+
+    def _choose_grain(self, header: VersionHeader, link: Link) -> int:
+        return self._tuning.grain or best_grain(
+            header.layout.total_bytes,
+            self._relays,
+            header.chunk_bytes,
+            seconds_a_byte=1 / self._tuning.rate,
+            seconds_a_piece=link.round_trip_s + HANDLING_S,
+        )
+
+    async def _stream(
+        self, relay: str, peer: _Peer, header: VersionHeader, share: ChunkSet, grain: int, *, first: bool
+    ) -> None:
+        """Receive `share` over one connection; pieces are checked while the next ones arrive."""
+        arriving = self._arriving
+        assert arriving is not None
+        if first:
+            link = peer.links[0]
+        else:
+            link = await self._connect(relay, peer)
+            await self._find(link, (header.name,), held_only=False)
+        room = asyncio.Semaphore(CHECKING)
+        async with asyncio.TaskGroup() as checks, aclosing(link.receive(arriving.arena, share, grain)) as pieces:
+            async for piece in pieces:
+                await room.acquire()
+                checks.create_task(self._check(relay, arriving, piece, room.release))
+
+    async def _check(self, relay: str, arriving: Arriving, piece: Piece, release: Callable[[], None]) -> None:
+        # Not interrupted: while a thread reads these chunks nothing else may write them.
+        check = asyncio.ensure_future(asyncio.to_thread(arriving.check, piece))
+        try:
+            await asyncio.shield(check)
+        except asyncio.CancelledError:
+            await asyncio.gather(check, return_exceptions=True)
+            if not check.cancelled() and check.exception() is None:
+                self._arrived(relay, arriving, piece)
+            raise
+        finally:
+            release()
+        self._arrived(relay, arriving, piece)
+
+    def _arrived(self, relay: str, arriving: Arriving, piece: Piece) -> None:
+        if not self.pull.ended:
+            arriving.add(piece)
+        self._do(self.pull.arrived(relay, piece, self._now()))
+
+
+def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) or repr(error)

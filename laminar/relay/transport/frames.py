@@ -1,0 +1,247 @@
+"""The words between relays once they have proved the secret, and how they lie on a socket.
+
+A frame is its kind (1 byte), the length of its payload (4 bytes, big-endian), the payload and a tag (16 bytes). The
+bytes of a piece follow its frame untagged: the receiver checks them against the version's checksums.
+
+    kind     payload                                                        from
+    FIND     JSON: acceptable [[version, digest]…], held_only, layout       asker
+    HEADER   JSON length (4), JSON: version, digest, …, layout, checksums   server
+    FETCH    JSON: grain, wanted (a set of chunks in hexadecimal)           asker
+    PIECE    first, count (4 bytes each); then the chunks' bytes            server
+    WAITING  nothing: alive, but has nothing to send yet                    server
+    REFUSED  JSON: reason                                                   server
+    DONE     nothing: all that was wanted has been sent                     server
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from enum import IntEnum
+
+from laminar.errors import WeightsError
+from laminar.relay.chunks import MAX_CHUNKS, ChunkSet, Piece, chunk_count
+from laminar.relay.layout import Layout
+from laminar.relay.protocol import MAX_FRAME, MAX_VERSION, Message, decode, integer, text
+from laminar.relay.transport.base import LinkBroken, PeerRefused, PullRequest, VersionHeader, VersionName
+from laminar.relay.transport.handshake import TAG_BYTES, Sealer
+
+PREFIX = struct.Struct(">BI")
+PIECE = struct.Struct(">II")
+JSON_LENGTH = struct.Struct(">I")
+CHECKSUM_BYTES = 32
+MAX_ACCEPTABLE = 64
+MAX_REASON = 2000
+MAX_CHUNK = 1 << 40
+SLICE = 4 << 20
+"""Bytes of one call to the kernel; between two calls others of this process have their turn."""
+
+
+class Kind(IntEnum):
+    FIND = 1
+    HEADER = 2
+    FETCH = 3
+    PIECE = 4
+    WAITING = 5
+    REFUSED = 6
+    DONE = 7
+
+
+LONGEST: Mapping[Kind, int] = {
+    Kind.FIND: 16 << 10,
+    Kind.HEADER: MAX_FRAME + MAX_CHUNKS * CHECKSUM_BYTES + JSON_LENGTH.size,
+    Kind.FETCH: MAX_CHUNKS // 4 + 1024,
+    Kind.PIECE: PIECE.size,
+    Kind.WAITING: 0,
+    Kind.REFUSED: 4 * MAX_REASON + 100,
+    Kind.DONE: 0,
+}
+
+
+class FrameChannel:
+    """Frames and bytes over a non-blocking stream socket. Raises LinkBroken when it ends or is silent for too long,
+    PeerRefused for what is not a frame that may come now."""
+
+    def __init__(self, sock: socket.socket, *, peer: str, stall_s: float, send_s: float = 30.0) -> None:
+        self.peer = peer
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._stall_s = stall_s
+        self._send_s = send_s
+        self._seal: Sealer | None = None
+        self._open: Sealer | None = None
+
+    def sealed_by(self, seal: Sealer, check: Sealer) -> None:
+        """From now on frames may be sent and received."""
+        self._seal, self._open = seal, check
+
+    async def send(self, kind: Kind, payload: bytes = b"") -> None:
+        if self._seal is None:
+            raise AssertionError("no frame before the handshake")
+        frame = PREFIX.pack(kind, len(payload)) + payload
+        await self.send_bytes(memoryview(frame + self._seal.tag(frame)))
+
+    async def receive(self, *kinds: Kind, silence_s: float | None = None) -> tuple[Kind, bytes]:
+        """The next frame, which must be of one of `kinds`; within `silence_s` seconds, if given."""
+        if self._open is None:
+            raise AssertionError("no frame before the handshake")
+        prefix = await self.exactly(PREFIX.size, silence_s)
+        number, length = PREFIX.unpack(prefix)
+        if number not in kinds:
+            raise PeerRefused(f"a frame of kind {number} came, expected was {' or '.join(k.name for k in kinds)}")
+        if length > LONGEST[Kind(number)]:
+            raise PeerRefused(
+                f"a {Kind(number).name} frame of {length} bytes is over its limit of {LONGEST[Kind(number)]}"
+            )
+        payload = await self.exactly(length)
+        self._open.check(prefix + payload, await self.exactly(TAG_BYTES))
+        return Kind(number), payload
+
+    async def exactly(self, count: int, silence_s: float | None = None) -> bytes:
+        """Grows with what arrives, so that a false length costs no memory."""
+        data = bytearray()
+        while len(data) < count:
+            async with _Deadline(self, silence_s or self._stall_s, "said nothing"):
+                part = await self._loop.sock_recv(self._sock, min(count - len(data), 1 << 18))
+            if not part:
+                raise LinkBroken(f"{self.peer} closed the connection")
+            data += part
+        return bytes(data)
+
+    async def receive_into(self, target: memoryview) -> None:
+        while target.nbytes:
+            async with _Deadline(self, self._stall_s, "sent nothing"):
+                count = await self._loop.sock_recv_into(self._sock, target[:SLICE])
+            if not count:
+                raise LinkBroken(f"{self.peer} closed the connection within a piece")
+            target = target[count:]
+
+    async def send_bytes(self, data: memoryview) -> None:
+        for start in range(0, data.nbytes, SLICE):
+            async with _Deadline(self, self._send_s, "took nothing"):
+                await self._loop.sock_sendall(self._sock, data[start : start + SLICE])
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class _Deadline:
+    """Errors of the socket, and the passing of `seconds`, as LinkBroken."""
+
+    def __init__(self, channel: FrameChannel, seconds: float, what: str) -> None:
+        self._channel, self._seconds, self._what = channel, seconds, what
+        self._timeout = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, trace)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise LinkBroken(f"{self._channel.peer} {self._what} for {self._seconds:g} s") from None
+        if isinstance(error, OSError):
+            raise LinkBroken(f"{self._channel.peer}: {error.strerror or error}") from error
+
+
+# -- payloads -------------------------------------------------------------------------------------------------------
+
+
+def encode_json(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode("utf-8")
+
+
+def encode_request(request: PullRequest) -> bytes:
+    names = [[name.version, name.digest] for name in request.acceptable]
+    layout = request.known_layout.digest if request.known_layout else ""
+    return encode_json({"acceptable": names, "held_only": request.held_only, "layout": layout})
+
+
+def decode_request(payload: bytes) -> tuple[PullRequest, str]:
+    """The request, and the digest of the layout that the asker knows."""
+    message = decode(payload)
+    rows = message.get("acceptable")
+    if not isinstance(rows, list) or not 0 < len(rows) <= MAX_ACCEPTABLE:
+        raise PeerRefused(f"acceptable is not a list of 1 to {MAX_ACCEPTABLE} versions")
+    names = []
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2:
+            raise PeerRefused("an acceptable version is not [version, digest]")
+        pair: Message = {"version": row[0], "digest": row[1]}
+        names.append(VersionName(integer(pair, "version", 0, MAX_VERSION), text(pair, "digest", 64)))
+    held_only = message.get("held_only")
+    if not isinstance(held_only, bool):
+        raise PeerRefused("held_only is neither true nor false")
+    return PullRequest(tuple(names), held_only), text(message, "layout", 64)
+
+
+def encode_header(header: VersionHeader, layout: bytes) -> bytes:
+    """`layout`: the layout as JSON, or nothing if the asker has it. Encoded apart, since many askers get the same."""
+    name = header.name
+    fields = encode_json(
+        {
+            "version": name.version,
+            "digest": name.digest,
+            "layout_digest": header.layout.digest,
+            "chunk_bytes": header.chunk_bytes,
+        }
+    )
+    body = fields[:-1] + b',"layout":' + (layout or b"null") + b"}"
+    return b"".join([JSON_LENGTH.pack(len(body)), body, *header.checksums])
+
+
+def decode_header(payload: bytes, known: Layout | None) -> VersionHeader:
+    """Raises WeightsError for what cannot be a version's header; whether its digest fits is for `header.check`."""
+    if len(payload) < JSON_LENGTH.size:
+        raise PeerRefused(f"a header of {len(payload)} bytes is too short")
+    end = JSON_LENGTH.size + int(JSON_LENGTH.unpack_from(payload)[0])
+    if end > len(payload):
+        raise PeerRefused("a header is shorter than it says")
+    message = decode(payload[JSON_LENGTH.size : end])
+    digest = text(message, "layout_digest", 64)
+    if message.get("layout") is None:
+        if known is None or known.digest != digest:
+            raise PeerRefused(f"a header leaves out layout {digest[:12]}, which is not known here")
+        layout = known
+    else:
+        layout = Layout.from_json(message["layout"])
+    chunk_bytes = integer(message, "chunk_bytes", 1, MAX_CHUNK)
+    chunks = chunk_count(layout.total_bytes, chunk_bytes)
+    if chunks > MAX_CHUNKS or len(payload) - end != chunks * CHECKSUM_BYTES:
+        raise PeerRefused(f"a header has {len(payload) - end} bytes of checksums for {chunks} chunks")
+    sums = tuple(payload[i : i + CHECKSUM_BYTES] for i in range(end, len(payload), CHECKSUM_BYTES))
+    name = VersionName(integer(message, "version", 0, MAX_VERSION), text(message, "digest", 64))
+    return VersionHeader(name, layout, chunk_bytes, sums)
+
+
+def encode_fetch(wanted: ChunkSet, grain: int) -> bytes:
+    return encode_json({"grain": grain, "wanted": wanted.to_hex()})
+
+
+def decode_fetch(payload: bytes, chunks: int) -> tuple[ChunkSet, int]:
+    message = decode(payload)
+    wanted = ChunkSet.from_hex(text(message, "wanted", MAX_CHUNKS // 4 + 1), chunks)
+    if len(wanted) == 0:
+        raise PeerRefused("a fetch wants no chunk")
+    return wanted, integer(message, "grain", 1, MAX_CHUNKS)
+
+
+def decode_piece(payload: bytes, wanted: ChunkSet, grain: int) -> Piece:
+    """Raises WeightsError unless it is a piece of what is still wanted."""
+    if len(payload) != PIECE.size:
+        raise PeerRefused(f"a piece is announced in {len(payload)} bytes")
+    piece = Piece(*PIECE.unpack(payload))
+    if not 0 < piece.count <= grain or piece.end > wanted.size or not wanted.holds(piece):
+        raise PeerRefused(f"chunks {piece.first} to {piece.end - 1} came, which were not asked for")
+    return piece
+
+
+def reason_of(error: WeightsError) -> bytes:
+    return encode_json({"reason": str(error)[:MAX_REASON]})
+
+
+def decode_reason(payload: bytes) -> str:
+    return text(decode(payload), "reason", MAX_REASON)

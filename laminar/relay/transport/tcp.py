@@ -1,0 +1,347 @@
+"""Chunks over plain sockets, straight from one mapped arena into the other.
+
+asker ──▶ connect, handshake ──▶ FIND ──▶ HEADER ──▶ FETCH ──▶ PIECE, PIECE, … DONE ──▶ FIND or the end
+
+The asker reads all the time and the server sends all the time, a sign of life if nothing else: so silence, an end or a
+reset at either side is noticed by the other without any lease. Nothing is encrypted: use it on networks whose listeners
+you trust, as most clusters' are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+from laminar.errors import ConfigError, WeightsError
+from laminar.relay.arena import Arena
+from laminar.relay.chunks import ChunkSet, Piece, span
+from laminar.relay.protocol import ProtocolError
+from laminar.relay.transport.base import (
+    HEARTBEAT_S,
+    ChunkSource,
+    FindSource,
+    LinkBroken,
+    PeerRefused,
+    PullRequest,
+    VersionHeader,
+)
+from laminar.relay.transport.frames import (
+    PIECE,
+    FrameChannel,
+    Kind,
+    decode_fetch,
+    decode_header,
+    decode_piece,
+    decode_reason,
+    decode_request,
+    encode_fetch,
+    encode_header,
+    encode_json,
+    encode_request,
+    reason_of,
+)
+from laminar.relay.transport.handshake import ACCEPT, GREETING, PROOF, Asker, Identity, Server
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HANDSHAKE_S = 5.0
+"""Seconds that a stranger may take to prove the secret."""
+IDLE_S = 30.0
+"""Seconds between two requests of an asker."""
+MAX_STRANGERS, MAX_PEERS = 64, 512
+"""Connections that have not proved the secret, and all; more are closed at once."""
+BACKLOG = 128
+
+
+class TcpTransport:
+    """`bind`: address to listen at, `port` 0 takes a free one; `advertise`: the host name that others use, if another.
+
+    `stall_s`: seconds of silence after which a peer counts as dead. `on_refusal` is told why somebody was refused.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        *,
+        secret: bytes,
+        run: str,
+        relay: str,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str = "",
+        stall_s: float = 2.0,
+        on_refusal: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._secret, self._run, self._relay = secret, run, relay
+        self._bind, self._port, self._advertise = bind, port, advertise
+        self._stall_s = stall_s
+        self._on_refusal = on_refusal
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = 0
+        self._layouts: dict[str, bytes] = {}
+
+    async def listen(self, find: FindSource) -> str:
+        """Raises ConfigError if the address cannot be bound."""
+        self._listener = await self._bound()
+        host, port = self._listener.getsockname()[:2]
+        self._spawn(self._accept(self._listener, find))
+        return join_endpoint(self._advertise or host, port)
+
+    async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> TcpLink:
+        host, port = split_endpoint(endpoint)
+        loop = asyncio.get_running_loop()
+        peer = f"{relay} at {endpoint}"
+        try:
+            async with asyncio.timeout(deadline_s):
+                family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+                sock = _stream_socket(family)
+                try:
+                    await loop.sock_connect(sock, address)
+                    channel = FrameChannel(sock, peer=peer, stall_s=self._stall_s)
+                    asker = Asker(Identity(self._secret, self._run, relay))
+                    proof = asker.prove(await channel.exactly(GREETING.size))
+                    await channel.send_bytes(memoryview(proof))
+                    sent_at = loop.time()
+                    channel.sealed_by(*asker.finish(await channel.exactly(ACCEPT.size)))
+                    return TcpLink(channel, round_trip_s=loop.time() - sent_at)
+                except BaseException:
+                    sock.close()
+                    raise
+        except TimeoutError:
+            raise LinkBroken(f"{peer} was not reached within {deadline_s:g} s") from None
+        except OSError as e:
+            raise LinkBroken(f"{peer} cannot be reached: {e.strerror or e}") from e
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    # -- serving ------------------------------------------------------------------------------------------------
+
+    async def _bound(self) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(self._bind, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            listener = _stream_socket(found[0][0])
+            try:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(found[0][4])
+                listener.listen(BACKLOG)
+            except OSError:
+                listener.close()
+                raise
+        except OSError as e:
+            raise ConfigError(
+                f"a relay cannot listen at {self._bind}:{self._port}: {e.strerror or e}; correct relay.bind"
+            ) from e
+        return listener
+
+    async def _accept(self, listener: socket.socket, find: FindSource) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as e:
+                self._on_refusal(f"cannot accept a connection: {e.strerror}")
+                await asyncio.sleep(0.1)
+                continue
+            if self._strangers >= MAX_STRANGERS or len(self._tasks) > MAX_PEERS:
+                self._on_refusal(f"too many connections ({len(self._tasks)}); one from {address[0]} is closed")
+                sock.close()
+                continue
+            self._spawn(self.serve(sock, f"{address[0]}:{address[1]}", find))
+
+    async def serve(self, sock: socket.socket, address: str, find: FindSource) -> None:
+        """Serve one connection until its end; whatever it sends, only it is ended."""
+        _prepare(sock)
+        channel = FrameChannel(sock, peer=address, stall_s=HANDSHAKE_S)
+        try:
+            await self._admit(channel)
+            while True:
+                await self._answer(channel, find)
+        except (PeerRefused, ProtocolError) as e:
+            self._on_refusal(f"refused {address}: {e}")
+        except LinkBroken as e:
+            log.debug("a connection ended: %s", e)
+        except WeightsError as e:
+            self._on_refusal(f"refused {address}: {e}")
+        finally:
+            channel.close()
+
+    async def _admit(self, channel: FrameChannel) -> None:
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                server = Server(Identity(self._secret, self._run, self._relay))
+                await channel.send_bytes(memoryview(server.greeting()))
+                accept, seal, check = server.accept(await channel.exactly(PROOF.size))
+                await channel.send_bytes(memoryview(accept))
+                channel.sealed_by(seal, check)
+        except TimeoutError:
+            raise PeerRefused(f"it did not prove the secret within {HANDSHAKE_S:g} s") from None
+        finally:
+            self._strangers -= 1
+
+    async def _answer(self, channel: FrameChannel, find: FindSource) -> None:
+        """One request: find, then send what is fetched."""
+        _, payload = await channel.receive(Kind.FIND, silence_s=IDLE_S)
+        request, known_layout = decode_request(payload)
+        sources: list[ChunkSource] = []
+
+        async def look() -> None:
+            # Kept here, not in the task's result: an asker that leaves at that moment must not keep an arena.
+            sources.append(await find(request))
+
+        try:
+            try:
+                await _alive(channel, look())
+            except LinkBroken:
+                raise
+            except WeightsError as e:
+                await channel.send(Kind.REFUSED, reason_of(e))
+                return
+            source = sources[0]
+            header = source.header
+            layout = b"" if header.layout.digest == known_layout else await self._layout(header)
+            await channel.send(Kind.HEADER, await asyncio.to_thread(encode_header, header, layout))
+            _, payload = await channel.receive(Kind.FETCH, silence_s=IDLE_S)
+            wanted, grain = decode_fetch(payload, header.chunks)
+            await _send_pieces(channel, source, wanted, grain)
+        finally:
+            for source in sources:
+                source.close()
+
+    async def _layout(self, header: VersionHeader) -> bytes:
+        """The layout as JSON, encoded once for all askers."""
+        digest = header.layout.digest
+        if digest not in self._layouts:
+            encoded = await asyncio.to_thread(lambda: encode_json(header.layout.to_json()))
+            self._layouts = {digest: encoded}
+        return self._layouts[digest]
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[None]) -> None:
+        self._tasks.discard(task)  # type: ignore[arg-type]
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            self._on_refusal(f"internal error: {failure!r}")
+            log.error("a connection to a relay failed", exc_info=failure)
+
+
+class TcpLink:
+    """The asking side of a connection."""
+
+    def __init__(self, channel: FrameChannel, *, round_trip_s: float) -> None:
+        self.round_trip_s = round_trip_s
+        self._channel = channel
+        self._found: VersionHeader | None = None
+
+    async def find(self, request: PullRequest) -> VersionHeader:
+        await self._channel.send(Kind.FIND, encode_request(request))
+        payload = await self._receive(Kind.HEADER)
+        self._found = await asyncio.to_thread(decode_header, payload, request.known_layout)
+        return self._found
+
+    async def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+        header, self._found = self._found, None
+        if header is None:
+            raise AssertionError("find a version before its chunks are received")
+        await self._channel.send(Kind.FETCH, encode_fetch(wanted, grain))
+        missing = wanted.copy()
+        total = header.layout.total_bytes
+        arena.pins += 1
+        try:
+            with arena.buffer(total) as buffer:
+                while len(missing) > 0:
+                    piece = decode_piece(await self._receive(Kind.PIECE), missing, grain)
+                    start, end = span(piece, header.chunk_bytes, total)
+                    with buffer[start:end] as target:
+                        await self._channel.receive_into(target)
+                    missing.discard(piece)
+                    yield piece
+            await self._receive(Kind.DONE)
+        finally:
+            arena.pins -= 1
+
+    async def close(self) -> None:
+        self._channel.close()
+
+    async def _receive(self, kind: Kind) -> bytes:
+        """The next frame that is not only a sign of life."""
+        while True:
+            got, payload = await self._channel.receive(kind, Kind.WAITING, Kind.REFUSED)
+            if got is Kind.REFUSED:
+                raise PeerRefused(f"{self._channel.peer}: {decode_reason(payload)}")
+            if got is kind:
+                return payload
+
+
+async def _send_pieces(channel: FrameChannel, source: ChunkSource, wanted: ChunkSet, grain: int) -> None:
+    header = source.header
+    total = header.layout.total_bytes
+    with source.arena.buffer(total) as buffer:
+        while len(wanted) > 0:
+            try:
+                piece = await _alive(channel, source.ready(wanted, grain))
+            except LinkBroken:
+                raise
+            except WeightsError as e:
+                await channel.send(Kind.REFUSED, reason_of(e))
+                raise LinkBroken(f"{channel.peer}: {e}") from e
+            start, end = span(piece, header.chunk_bytes, total)
+            await channel.send(Kind.PIECE, PIECE.pack(piece.first, piece.count))
+            with buffer[start:end] as data:
+                await channel.send_bytes(data)
+            wanted.discard(piece)
+    await channel.send(Kind.DONE)
+
+
+async def _alive(channel: FrameChannel, work: Awaitable[T]) -> T:
+    """The result of `work`; meanwhile the peer hears that we live, and we hear if it does not."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=HEARTBEAT_S))[0]:
+            await channel.send(Kind.WAITING)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """`HOST:PORT`, with brackets around an IPv6 address. Raises PeerRefused for anything else."""
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise PeerRefused(f"{endpoint!r} is not an address of the form HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def join_endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _stream_socket(family: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    _prepare(sock)
+    return sock
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -35,6 +35,10 @@ class CoordinationUnavailable(CoordinationError):
     """etcd did not answer in time. The request may still have committed: read back before a retry."""
 
 
+class CoordinationFull(CoordinationUnavailable):
+    """etcd's space quota is exhausted: nothing was written, nothing can be until it is freed."""
+
+
 class LeaseLost(CoordinationError):
     """This worker's lease has ended (or may have): nothing it owned is its own any more."""
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from laminar.buffer import requests
 from laminar.buffer.coordination import (
@@ -40,6 +41,10 @@ T = TypeVar("T")
 
 MAINTENANCE_TIMEOUT_S = 120.0
 """Compaction and defragmentation rewrite the database: seconds for each GiB."""
+
+
+IN_USE_FIELD = 9
+"""`dbSizeInUse` of a StatusResponse."""
 
 
 class EtcdCoordination:
@@ -175,7 +180,8 @@ class EtcdCoordination:
         await self._connection.close()
 
     async def status(self) -> dict[str, str | int]:
-        """Of the member that answers: version, db_size (bytes), revision, member and leader ids."""
+        """Of the member that answers: version, revision, member and leader ids; db_size is its file's size in bytes,
+        in_use how much of that a defragmentation would leave."""
         what = "status"
         reply = await self._retried(
             lambda: self._connection.call(lambda link: link.maintenance.Status, rpc.StatusRequest(), what), what
@@ -183,6 +189,7 @@ class EtcdCoordination:
         return {
             "version": str(reply.version),
             "db_size": int(reply.dbSize),
+            "in_use": unknown_field(reply, IN_USE_FIELD, int(reply.dbSize)),
             "revision": int(reply.header.revision),
             "member": int(reply.header.member_id),
             "leader": int(reply.leader),
@@ -210,13 +217,18 @@ class EtcdCoordination:
                 raise self._connection.failed(link, error, "defragmentation") from error
             finally:
                 await link.channel.close(None)
-        alarms = rpc.AlarmRequest(action=rpc.AlarmRequest.GET, alarm=rpc.NOSPACE)
-        reply = await self._connection.call(lambda link: link.maintenance.Alarm, alarms, "list of alarms")
-        for alarm in reply.alarms:
-            disarm = rpc.AlarmRequest(
-                action=rpc.AlarmRequest.DEACTIVATE, memberID=alarm.memberID, alarm=alarm.alarm
-            )
+        for member in await self.full_members():
+            disarm = rpc.AlarmRequest(action=rpc.AlarmRequest.DEACTIVATE, memberID=member, alarm=rpc.NOSPACE)
             await self._connection.call(lambda link: link.maintenance.Alarm, disarm, "disarming an alarm")
+
+    async def full_members(self) -> list[int]:
+        """Ids of the members whose space quota is exhausted: while there is one, the cluster takes no writes."""
+        request = rpc.AlarmRequest(action=rpc.AlarmRequest.GET, alarm=rpc.NOSPACE)
+        what = "list of alarms"
+        reply = await self._retried(
+            lambda: self._connection.call(lambda link: link.maintenance.Alarm, request, what), what
+        )
+        return [int(alarm.memberID) for alarm in reply.alarms if alarm.alarm == rpc.NOSPACE]
 
     async def _retried(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         return await requests.retry(call, what, self._retry_s, self._random)
@@ -289,6 +301,11 @@ class EtcdCoordination:
         if response.canceled:
             reason = response.cancel_reason or "no reason given"
             raise CoordinationError(f"{what}: refused by {self._connection.name}: {reason}")
+
+
+def unknown_field(message: Any, number: int, default: int) -> int:
+    """A number that the server sends and the messages of etcd3, being older, do not name."""
+    return next((int(f.data) for f in UnknownFieldSet(message) if f.field_number == number), default)
 
 
 def prefix_range(prefix: str) -> tuple[bytes, bytes]:

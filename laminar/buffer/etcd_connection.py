@@ -22,7 +22,7 @@ import grpc.aio
 from laminar.buffer import requests
 from laminar.buffer.etcd3_shim import rpc
 from laminar.buffer.etcd_access import parse_endpoint
-from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LeaseLost
+from laminar.errors import ConfigError, CoordinationError, CoordinationFull, CoordinationUnavailable, LeaseLost
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,10 @@ OPTIONS: tuple[tuple[str, str | int], ...] = (
 RESOLVE_AGAIN_S = 10.0
 """After a failure, names are resolved again if the last time is this long ago (members of a cluster do move)."""
 
-TOKEN_IS_NEW_S = 5.0
+TOKEN_IS_NEW_S = 1.0
+"""A token that is refused at this age was not forgotten by etcd: another login would not help."""
+DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification", "WRONG_VERSION_NUMBER")
+"""How gRPC's errors begin when a member's certificate, or that it has none, is why there is no connection."""
 
 MAY_HAVE_COMMITTED = frozenset(
     {
@@ -100,6 +103,7 @@ class Link:
     """One channel and its stubs."""
 
     def __init__(self, target: Target, tls: Tls | None) -> None:
+        self.target = target
         if tls is None:
             self.channel = grpc.aio.insecure_channel(target.address, options=OPTIONS)
         else:
@@ -137,6 +141,7 @@ class EtcdConnection:
         self._resolve_again = False
         self._lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
+        self._distrusted: set[str] = set()
 
     async def call(
         self, method: Callable[[Link], Any], request: Any, what: str, *, timeout_s: float | None = None
@@ -146,7 +151,9 @@ class EtcdConnection:
         while True:
             link = await self.link()
             try:
-                return await method(link)(request, timeout=timeout_s or self.timeout_s, metadata=self.metadata())
+                reply = await method(link)(request, timeout=timeout_s or self.timeout_s, metadata=self.metadata())
+                self._distrusted.clear()
+                return reply
             except grpc.aio.AioRpcError as error:
                 if self._user and not renewed and token_refused(error):
                     renewed = True
@@ -191,13 +198,26 @@ class EtcdConnection:
         """The error to raise; after an unavailability later calls try the next channel and look up names again."""
         if token_refused(error) and self.renew_token():
             return CoordinationUnavailable(f"{what}: {self.name} refused the token; logging in again")
-        translated = translate(error, what, self.name)
+        translated = self._distrust(link, error, what) or translate(error, what, self.name)
         if isinstance(translated, CoordinationUnavailable) and not isinstance(translated, Compacted):
             if self._links and link is self._links[self._current % len(self._links)]:
                 self._current += 1
             if asyncio.get_running_loop().time() - self._resolved_at > RESOLVE_AGAIN_S:
                 self._resolve_again = any(not _is_address(host) for host, _ in self.endpoints)
         return translated
+
+    def _distrust(self, link: Link, error: grpc.aio.AioRpcError, what: str) -> CoordinationError | None:
+        """An error that no retry mends, once every endpoint was refused for its certificate and none has answered."""
+        if self._tls is None or not any(sign in (error.details() or "") for sign in DISTRUST):
+            return None
+        self._distrusted.add(link.target.address)
+        if len(self._distrusted) < len(self._links):
+            return None
+        return CoordinationError(
+            f"{what}: no trusted connection to {self.name}: {error.details()}. Check that coordination.ca (--etcd-ca, "
+            f"now {self._tls.ca or 'the authorities of this system'}) vouches for its certificates, that they are made "
+            "out to the names in the endpoints, and that it speaks TLS"
+        )
 
     def renew_token(self) -> bool:
         """Forget the token, unless it is so new that its age cannot be why etcd refuses it."""
@@ -289,12 +309,17 @@ def translate(error: grpc.aio.AioRpcError, what: str, server: str) -> Coordinati
     if "has been compacted" in details:
         return Compacted(f"{what}: {details}")
     if "database space exceeded" in details:
-        return CoordinationError(
-            f"{what}: the database of {server} is full. Free it with `etcdctl compact REVISION`, `etcdctl defrag` on "
-            "each member and `etcdctl alarm disarm`, or raise --quota-backend-bytes"
+        endpoints = server.removeprefix("etcd at ")
+        return CoordinationFull(
+            f"{what}: the space quota of {server} is exhausted, it takes no writes until space is freed. `laminar run` "
+            "does so for an etcd of its own; for any other type: "
+            f"export ETCDCTL_ENDPOINTS={endpoints}; "
+            "etcdctl compact $(etcdctl get / --limit=1 -w fields | sed -n 's/^\"Revision\" : //p'); "
+            "etcdctl defrag; etcdctl alarm disarm (if it is full again soon, raise its --quota-backend-bytes)"
         )
     if code == grpc.StatusCode.NOT_FOUND and "lease" in details:
         return LeaseLost(f"{what}: {details}; the lease has expired or was revoked")
     if code in MAY_HAVE_COMMITTED or "too many requests" in details:
         return CoordinationUnavailable(f"{what}: {server} did not answer ({code.name}: {details})")
-    return CoordinationError(f"{what}: refused by {server} ({code.name}: {details})")
+    hint = "; it asks for a user: set coordination.user, or --etcd-user" if "user name is empty" in details else ""
+    return CoordinationError(f"{what}: refused by {server} ({code.name}: {details}){hint}")

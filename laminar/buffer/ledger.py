@@ -8,6 +8,7 @@ drop everything it holds.
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from laminar.buffer.records import Claim, Cursor, Incoming, Record, TrainerHead
 from laminar.buffer.requests import retry
 from laminar.buffer.session import transact_or_read_back
 from laminar.errors import CoordinationUnavailable, Fenced
+
+log = logging.getLogger(__name__)
 
 READ_S = 15.0
 """Seconds for which reading claims is tried again while etcd is unavailable."""
@@ -148,13 +151,16 @@ class Ledger:
         """Register a durable segment and delete its claims. Returns [] when all are finished, else those that are
         still this worker's and unchanged: the caller writes a new segment with only their rows."""
         transaction = claims.finish_transaction(self.keys, self.actor.guard(), held, segment, incoming)
+
+        async def committed() -> bool:
+            return await self.coordination.get(self.keys.incoming(incoming.table, segment)) is not None
+
         try:
-            done = (await self.coordination.transact(transaction)).succeeded
-        except CoordinationUnavailable:
-            done = False
-        if done:
-            return []
-        if await self.coordination.get(self.keys.incoming(incoming.table, segment)) is not None:
+            if await transact_or_read_back(self.coordination, transaction, committed=committed):
+                return []
+        except CoordinationUnavailable as e:
+            log.warning("segment %s may not be registered: %s", segment, e)
+        if await committed():
             return []
         # All claims gone: our own finish (its reply lost, its segment already committed) or a later owner's. Either
         # way nothing is left to do. Some left: the transaction cannot have committed, since it deletes all.

@@ -16,7 +16,7 @@ from laminar.buffer.coordination import (
     Put,
     Transaction,
 )
-from laminar.errors import CoordinationError, CoordinationUnavailable
+from laminar.errors import CoordinationError, CoordinationFull, CoordinationUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ async def retry(call: Callable[[], Awaitable[T]], what: str, within_s: float, so
         except CoordinationUnavailable as error:
             wait = backoff.next()
             if loop.time() + wait >= started + within_s:
+                if isinstance(error, CoordinationFull):
+                    raise
                 raise CoordinationUnavailable(
                     f"{what}: no answer in {loop.time() - started:.1f} s, {attempts} attempts, limit {within_s:g} s; "
                     f"last: {error}. Check that etcd runs and is reachable"

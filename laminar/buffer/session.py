@@ -36,7 +36,7 @@ from laminar.buffer.coordination import (
 from laminar.buffer.keys import Keys
 from laminar.buffer.records import LeaderRecord, WorkerRecord
 from laminar.buffer.requests import Backoff
-from laminar.errors import CoordinationError, CoordinationUnavailable, LeaseLost
+from laminar.errors import CoordinationError, CoordinationFull, CoordinationUnavailable, LeaseLost
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -199,6 +199,8 @@ async def transact_or_read_back(
         backoff = backoff or Backoff(random.Random(repr(transaction)))
         wait = backoff.next()
         if loop.time() + wait >= deadline:
+            if isinstance(error, CoordinationFull):
+                raise error
             raise CoordinationUnavailable(
                 f"a transaction of {len(transaction.success)} operations has no known outcome after {deadline_s:g} s "
                 f"and {attempts} attempts; last: {error}. Read back before trying again"

@@ -24,8 +24,9 @@ from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailab
 
 log = logging.getLogger(__name__)
 
+QUOTA = "--quota-backend-bytes"
 FLAGS = (
-    "--quota-backend-bytes", "2147483648",
+    QUOTA, "2147483648",
     "--auto-compaction-mode", "periodic",
     "--auto-compaction-retention", "10m",
     "--snapshot-count", "10000",
@@ -85,6 +86,13 @@ class EtcdProcess:
     def endpoint(self) -> str:
         """`127.0.0.1:PORT`, for clients on this machine."""
         return f"127.0.0.1:{self.client_port}"
+
+    @property
+    def quota_bytes(self) -> int:
+        """Size of its database file at which it stops to take writes."""
+        flags = (*FLAGS, *self._flags)
+        last = len(flags) - 1 - flags[::-1].index(QUOTA)
+        return int(flags[last + 1])
 
     @property
     def pid(self) -> int:

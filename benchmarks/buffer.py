@@ -41,14 +41,15 @@ from laminar.buffer.claims import Held
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.experience import Finished
 from laminar.buffer.keys import Keys
-from laminar.buffer.manifest import Fingerprints, RunFile
+from laminar.buffer.manifest import Fingerprints, RunFile, write_run
 from laminar.buffer.partials import Partial, Span
+from laminar.buffer.records import RunManifest
 from laminar.buffer.storage import LocalStorage
 from laminar.buffer.table import Table
 from laminar.clock import SystemClock
 from laminar.config import load_config_with
 from laminar.workers.committer import committer_main
-from laminar.workers.context import Member, Run, joined
+from laminar.workers.context import Member, Run, joined, open_run
 from laminar.workers.etcd_process import EtcdProcess
 from laminar.workers.mirror import Mirror
 from laminar.workers.outbox import Done, Finisher
@@ -124,16 +125,10 @@ class World:
 
 async def measure_finish(cases: Sequence[Case], folder: Path, seed: int) -> dict[str, Times]:
     """Everything is real: etcd, leases, election, committer, files. The committer shares this process, though."""
-    store = folder / "store"
-    config, _ = load_config_with(HERE.parent / "examples" / "tiny.toml", [f"run.store={store}"])
-    prints = Fingerprints(model="-", tokenizer="-", template="-", prompts="-", held_out="-")
-    file = RunFile(
-        run="benchmark", created_at_us=0, config={}, model_folder="-", prompts=1, held_out=0, fingerprints=prints
-    )
     etcd = EtcdProcess(folder / "etcd")
     await etcd.start()
     coordination = EtcdCoordination([etcd.endpoint])
-    run = Run(coordination, Keys("benchmark"), LocalStorage(store), file, config, SystemClock())
+    run = await new_run(coordination, folder / "store")
     times: dict[str, Times] = {}
     try:
         async with (
@@ -151,6 +146,22 @@ async def measure_finish(cases: Sequence[Case], folder: Path, seed: int) -> dict
         await coordination.close()
         await etcd.stop()
     return times
+
+
+async def new_run(coordination: EtcdCoordination, store: Path) -> Run:
+    config, _ = load_config_with(HERE.parent / "examples" / "tiny.toml", [f"run.store={store}"])
+    prints = Fingerprints(model="-", tokenizer="-", template="-", prompts="-", held_out="-")
+    file = RunFile(
+        run="benchmark", created_at_us=0, config=config.model_dump(mode="json"), model_folder="-", prompts=1,
+        held_out=0, fingerprints=prints,
+    )  # fmt: skip
+    storage = LocalStorage(store)
+    await write_run(storage, file)
+    manifest = RunManifest(
+        run=file.run, store=storage.url, store_id=file.store_id, generation=1, format_version=file.format_version
+    )
+    await coordination.put(Keys(file.run).manifest, manifest.dump())
+    return await open_run(coordination, file.run, SystemClock(), storage)
 
 
 async def finish_all(w: World, cases: Sequence[Case], seed: int, times: dict[str, Times]) -> None:

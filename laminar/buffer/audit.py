@@ -16,6 +16,7 @@ from typing import Any, Literal
 from laminar.buffer.archive import read_archive
 from laminar.buffer.claims import Held
 from laminar.buffer.coordination import Coordination
+from laminar.buffer.extent import behind, read_extent
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import BatchDecision, Cursor, Incoming, TableHead, TrainerHead, WeightsHead
 from laminar.buffer.schema import EXPERIENCE
@@ -55,6 +56,8 @@ class Picture:
     left_over: list[str] = field(default_factory=list)
     offered: set[str] = field(default_factory=set)
     """Digests of versions that were made available again after their publication."""
+    behind: list[str] = field(default_factory=list)
+    """What the store has and etcd does not know."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +75,11 @@ async def gather(
     on_version_lost: Literal["continue", "restart"],
 ) -> Picture:  # fmt: skip
     """Read everything that the checks need. Blocks nobody."""
+    extent = await read_extent(storage, tables)  # before etcd: see `Extent`
     snapshot = await coordination.range(keys.prefix)
     by_key = {kv.key: kv for kv in snapshot.items}
     picture = Picture(samples_per_prompt, on_version_lost, revision=snapshot.revision)
+    picture.behind = behind(extent, snapshot.items, keys)
 
     def one(key: str) -> str | None:
         return by_key[key].value if key in by_key else None
@@ -170,7 +175,7 @@ async def _gather_left_over(storage: Storage, picture: Picture, living: set[str]
 
 def check(p: Picture) -> AuditReport:
     """All invariants that can be seen from here; each problem names what breaks it."""
-    problems = [*p.unreadable]
+    problems = [*p.behind, *p.unreadable]
     problems += _exactly_once(p)
     problems += _trajectories(p)
     problems += _batches(p)

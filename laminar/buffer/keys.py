@@ -1,8 +1,8 @@
 """Where each record lives in etcd. All keys of a run share `/laminar/<run>/<generation>/`.
 
 A generation is one life of the etcd state: `laminar recover` starts a new one, so that workers of
-the old life write to keys that nobody reads. Only `manifest`, which names the generation, and `recovering` stand
-outside it.
+the old life write to keys that nobody reads. Only `manifest`, which names the generation, `supervisor` and
+`recovering` stand outside it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Keys:
         self.root = f"/laminar/{run}/"
         self.prefix = f"{self.root}g{generation}/"
         self.manifest = f"{self.root}manifest"
+        self.supervisor = f"{self.root}supervisor"
         self.recovering = f"{self.root}recovering"
         self.cursor = f"{self.prefix}cursor"
         self.claims = f"{self.prefix}claims/"
@@ -40,6 +41,7 @@ class Keys:
         self.evaluation_claims = f"{self.prefix}claims-eval/"
         self.retain = f"{self.prefix}retain"
         self.chain = f"{self.prefix}chain"
+        self.secret = f"{self.prefix}secret"
         self.workers_root = f"{self.prefix}workers/"
         self.loads_root = f"{self.prefix}load/"
         self.failures_root = f"{self.prefix}failures/"
@@ -81,6 +83,12 @@ class Keys:
 
     def batch(self, step: int) -> str:
         return f"{self.batches}{step_name(step)}"
+
+
+def generation_of(key: str) -> int | None:
+    """Of a key of any run; None for what stands outside the generations."""
+    part = (key.split("/") + [""] * 4)[3]
+    return int(part[1:]) if part[:1] == "g" and part[1:].isdecimal() else None
 
 
 def step_name(step: int) -> str:

@@ -28,7 +28,7 @@ from laminar.buffer.coordination import (
     created_at,
     unchanged,
 )
-from laminar.buffer.keys import Keys
+from laminar.buffer.keys import Keys, generation_of
 from laminar.buffer.manifest import RunFile, write_run
 from laminar.buffer.records import RunManifest
 from laminar.buffer.recovery import Known, Recovery, records
@@ -50,10 +50,9 @@ MakePlan = Callable[[Known, int], Awaitable[Recovery]]
 """Reads the store and plans for this generation."""
 
 
-def next_generation(file: RunFile, manifest: RunManifest | None, items: Iterable[KeyValue], keys: Keys) -> int:
+def next_generation(file: RunFile, manifest: RunManifest | None, items: Iterable[KeyValue]) -> int:
     """Above any that run.json, the manifest or a key of this run names."""
-    named = [kv.key[len(keys.root) :].partition("/")[0] for kv in items]
-    numbers = [int(name[1:]) for name in named if name[:1] == "g" and name[1:].isdecimal()]
+    numbers = [generation_of(kv.key) or 0 for kv in items]
     return 1 + max([file.generation, manifest.generation if manifest else 0, *numbers])
 
 
@@ -110,7 +109,7 @@ class Rebuilder:
         items = (await self.coordination.range(root.root)).items
         manifest = next((kv for kv in items if kv.key == root.manifest), None)
         old = RunManifest.parse(manifest.value) if manifest else None
-        keys = Keys(self.file.run, next_generation(self.file, old, items, root))
+        keys = Keys(self.file.run, next_generation(self.file, old, items))
         await self._fence(items, keys.generation)
         known = Known()
         if old is not None:
@@ -130,7 +129,7 @@ class Rebuilder:
 
     async def _fence(self, items: Iterable[KeyValue], generation: int) -> None:
         """After this nobody of an older generation can write: not to etcd, nor to a table."""
-        leases = {kv.lease for kv in items if kv.lease} - {self.session.lease}
+        leases = {kv.lease for kv in items if kv.lease and generation_of(kv.key) is not None}
         for lease in sorted(leases):
             await self.coordination.revoke(lease)
         if leases:
@@ -138,8 +137,8 @@ class Rebuilder:
         for name, table in self.tables.items():
             await _take_next_version(name, table, f"recovery/{generation}/{self.lock.value}")
 
-    async def _put(self, puts: Sequence[Operation]) -> None:
-        for part in _parts(puts):
+    async def _put(self, operations: Sequence[Operation]) -> None:
+        for part in _parts(operations):
             await self._write(part)
 
     async def _write(self, operations: Sequence[Operation], also: Sequence[KeyValue] = ()) -> None:
@@ -160,13 +159,8 @@ class Rebuilder:
         await self._write([Put(keys.manifest, record.dump())], [old] if old else [])
 
     async def _sweep(self, keys: Keys) -> None:
-        kept = (keys.manifest, keys.recovering)
-        stale: list[Operation] = [
-            Delete(kv.key)
-            for kv in (await self.coordination.range(keys.root)).items
-            if kv.key not in kept and not kv.key.startswith(keys.prefix)
-        ]
-        await self._put(stale)
+        found = (await self.coordination.range(keys.root)).items
+        await self._put([Delete(kv.key) for kv in found if generation_of(kv.key) not in (None, keys.generation)])
 
 
 async def _take_next_version(name: str, table: Table, key: str) -> None:

@@ -106,7 +106,7 @@ class Recovery:
     def validate(self, remains: Remains, samples_per_prompt: int) -> None:
         """Raise StoreError if a trajectory would be in no place, or in two (invariant 1)."""
         places: Counter[tuple[object, ...]] = Counter(remains.committed["experience"])
-        places.update(self.claims)
+        places.update(self.claims.keys())
         places.update(parse_trajectory(n) for s in self.segments for n in s.trajectories)
         drawn = {(g, s) for g in range(self.cursor) for s in range(samples_per_prompt)}
         twice = [i for i, n in places.items() if n > 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 
 from laminar.buffer.audit import AuditReport, check, gather
 from laminar.buffer.etcd_access import EtcdAccess
@@ -13,10 +12,9 @@ from laminar.buffer.manifest import read_run
 from laminar.buffer.schema import TABLES
 from laminar.buffer.storage import Storage, open_storage
 from laminar.clock import SystemClock
-from laminar.config import config_from
 from laminar.errors import StoreError
 from laminar.workers.context import open_run
-from laminar.workers.local import coordination_service, listens
+from laminar.workers.run_etcd import etcd_folder, etcd_of
 from laminar.workers.tables import open_table
 
 
@@ -30,18 +28,13 @@ def run_audit(store: str, options: Mapping[str, str], endpoints: list[str]) -> t
 
 async def _audit(storage: Storage, endpoints: list[str]) -> AuditReport:
     file = await read_run(storage)
-    config = config_from(file.config, origin="run.json")
-    configured = config.coordination.access()
-    if endpoints or configured.endpoints:
-        return await _audit_at(storage, configured.at(endpoints) if endpoints else configured, file.run)
-    root = Path(storage.absolute("")) if storage.local else Path("runs") / file.run
-    mark = root / "etcd" / "endpoint"
-    if mark.exists() and await listens(mark.read_text().strip()):
-        return await _audit_at(storage, EtcdAccess((mark.read_text().strip(),)), file.run)
-    if not (root / "etcd" / "data").exists():
-        raise StoreError(f"no etcd data of run {file.run!r} at {root / 'etcd'}: name its endpoints with --etcd")
-    async with coordination_service(config, root) as (own, _):
-        return await _audit_at(storage, own, file.run)
+    async with etcd_of(storage, file, endpoints, create=False) as access:
+        if access is None:
+            raise StoreError(
+                f"no etcd data of run {file.run!r} at {etcd_folder(storage, file.run)}: name its endpoints with "
+                f"--etcd, or rebuild it from the store if it was lost: `laminar recover {storage.url}`"
+            )
+        return await _audit_at(storage, access, file.run)
 
 
 async def _audit_at(storage: Storage, access: EtcdAccess, name: str) -> AuditReport:

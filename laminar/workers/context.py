@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from laminar.buffer.coordination import Coordination
+from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger
@@ -22,6 +22,8 @@ from laminar.errors import LeaseLost, StoreError
 from laminar.workers.machine import Machine, this_machine
 
 log = logging.getLogger(__name__)
+
+RECOVERY_WAIT_S = 60.0
 
 
 def boot_id(kind: str, machine: Machine) -> str:
@@ -77,7 +79,10 @@ async def open_run(
 ) -> Run:
     kv = await coordination.get(Keys(name).manifest)
     if kv is None:
-        raise StoreError(f"etcd knows no run {name!r} (no {Keys(name).manifest}); start it: `laminar run CONFIG`")
+        raise StoreError(
+            f"etcd knows no run {name!r} (no {Keys(name).manifest}); start it: `laminar run CONFIG`, or, if its etcd "
+            "was lost, rebuild that from the store: `laminar recover STORE`"
+        )
     manifest = RunManifest.parse(kv.value)
     storage = storage or open_storage(manifest.store, manifest.storage)
     file = await read_run(storage)
@@ -86,14 +91,44 @@ async def open_run(
             f"the store at {manifest.store} has id {file.store_id}, the run's is {manifest.store_id}: this worker does "
             "not see the same storage as the others; check its mounts"
         )
+    if file.generation > manifest.generation:
+        raise StoreError(
+            f"etcd has run {name!r} in generation {manifest.generation}, its store is in generation {file.generation}: "
+            f"this etcd is older than the run's last recovery; rebuild it: `laminar recover {manifest.store}`"
+        )
     keys = Keys(name, manifest.generation)
     return Run(coordination, keys, storage, file, config_from(file.config, origin="run.json"), clock, machine or this_machine())
 
 
+async def _same_life(run: Run) -> KeyValue:
+    """The manifest in etcd, once no recovery is at work. Raises StoreError if the run is in another generation than the
+    one that this process joined, or etcd has forgotten it."""
+    deadline = run.clock.monotonic() + RECOVERY_WAIT_S
+    while await run.coordination.get(run.keys.recovering) is not None:
+        if run.clock.monotonic() >= deadline:
+            raise StoreError(
+                f"run {run.keys.run!r} is still being recovered after {RECOVERY_WAIT_S:.0f} s ({run.keys.recovering})"
+            )
+        log.info("waiting for the recovery of run %s to end", run.keys.run)
+        await run.clock.sleep(1.0)
+    kv = await run.coordination.get(run.keys.manifest)
+    found = RunManifest.parse(kv.value).generation if kv else None
+    if kv is None or found != run.keys.generation:
+        raise StoreError(
+            f"run {run.keys.run!r} was joined in generation {run.keys.generation}, etcd has "
+            f"{'nothing of it' if found is None else f'generation {found}'} now: this worker must be started anew"
+        )
+    return kv
+
+
 @asynccontextmanager
-async def joined(run: Run, kind: str, *, endpoint: str = "") -> AsyncIterator[Member]:
-    """Register as a worker for the time of the block; leaves at once (lease revoked) at its end."""
-    worker = boot_id(kind, run.machine)
+async def joined(
+    run: Run, kind: str, *, endpoint: str = "", worker: str = "", links: dict[str, str] | None = None, rack: str = ""
+) -> AsyncIterator[Member]:
+    """Register as a worker for the time of the block, under the id `worker` or a new one; leaves at once (lease
+    revoked) at its end."""
+    worker = worker or boot_id(kind, run.machine)
+    manifest = await _same_life(run)
     session = await Session.open(run.coordination, run.config.coordination.lease_ttl)
     try:
         record = WorkerRecord(
@@ -103,8 +138,10 @@ async def joined(run: Run, kind: str, *, endpoint: str = "") -> AsyncIterator[Me
             pid=run.machine.pid,
             endpoint=endpoint,
             started_at_us=run.clock.now_us(),
+            links=links or {},
+            rack=rack,
         )
-        membership = await Membership.join(session, run.coordination, run.keys, record)
+        membership = await Membership.join(session, run.coordination, run.keys, record, manifest)
         log.info("%s joined run %s", worker, run.keys.run)
         yield Member(run, worker, session, membership, Ledger(run.coordination, run.keys, worker, membership))
     finally:

@@ -31,6 +31,7 @@ app = typer.Typer(
         "laminar experience ls my-run --where 'reward > 0.9'\n"
         "laminar plot my-run                            curves as a PNG\n"
         "laminar audit my-run                           is everything there exactly once?\n"
+        "laminar recover my-run                         rebuild a lost etcd from the store\n"
         "```\n"
     ),
 )
@@ -232,6 +233,28 @@ def audit(target: Target = None, etcd: Etcd = "") -> None:
         _print(Text(problem, style="red"))
     _print(Text(report.summary))
     raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def recover(
+    target: Named,
+    etcd: Etcd = "",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also where the run is at work (workers are fenced out), or etcd is sound.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, write nothing.")] = False,
+) -> None:
+    """Rebuild a lost etcd, or one that was restored from an old copy, from the run's store.
+
+    Everything that was committed or flushed goes on; what is lost is said. Then `laminar run` resumes the run.
+
+    `laminar recover my-run --dry-run`
+    """
+    from laminar.workers.inspect import open_store
+    from laminar.workers.recovering import run_recover
+
+    store = open_store(target)
+    _print(Text(run_recover(store.root, store.options, _endpoints(etcd), force=force, dry_run=dry_run)))
 
 
 @app.command()

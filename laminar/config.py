@@ -269,6 +269,18 @@ class RelayConfig(Section):
     """Size of a checksummed chunk, MiB."""
     retain: int = Field(2, ge=1)
     """Newest versions kept beside those that claims refer to."""
+    bind: str = "127.0.0.1"
+    """Where relays listen for each other: an address, `0.0.0.0` for all, or a network such as `10.1.0.0/16` of which
+    each host takes its own address. With the default no weights leave the host. LAMINAR_RELAY_BIND overrides it."""
+    port: int = Field(0, ge=0, lt=65536)
+    """Port that relays listen at; 0: any free one. A fixed one allows one relay a host."""
+    advertise: str = ""
+    """Host name or address by which others reach a relay, if not the one it listens at (`0.0.0.0`: the host's name).
+    Mostly given as LAMINAR_RELAY_ADVERTISE, since it differs from host to host."""
+    streams: int = Field(1, ge=1, le=16)
+    """Connections a hop. One fills a link within a data centre; more help where single connections are slowed."""
+    stall_timeout: float = Field(2.0, ge=0.5)
+    """Seconds of silence after which the relay before counts as dead; living ones speak four times a second."""
 
 
 class LoggingConfig(Section):

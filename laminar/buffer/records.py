@@ -70,6 +70,16 @@ class WorkerRecord(Record):
     """Relays only: a label; relays of one rack are neighbours in the chain."""
 
 
+class SupervisorRecord(Record):
+    """The `laminar run` that works on a run. `place` and `began` tell on its host whether that process still lives."""
+
+    host: str
+    pid: int
+    place: str
+    began: str
+    started_at_us: int
+
+
 class LeaderRecord(Record):
     worker: str
 
@@ -86,6 +96,35 @@ class Load(Record):
     draining: bool
     finished: int = 0
     """Trajectories finished since this worker started."""
+
+
+class RelayHop(Record):
+    """One transfer into a relay. `seconds` from the first request for chunks, `lag_s` from when this relay heard of the
+    version to when it held it; `repairs`: who was lost, who went on, and the seconds between."""
+
+    version: int
+    peers: list[str]
+    bytes: int
+    seconds: float
+    lag_s: float
+    piece_bytes: int
+    repairs: list[str] = []
+
+
+class RelayLoad(Record):
+    """What a relay reports of itself (`load/relay/<id>`). `held`: digest by version; `arriving`: what it receives."""
+
+    epoch: int
+    held: dict[int, str]
+    arriving: str = ""
+    hop: RelayHop | None = None
+    """The last transfer into this relay; none yet, or the trainer publishes here."""
+    repairs: int = 0
+    """Since this relay started."""
+    refusals: int = 0
+    """Connections of strangers, or that broke the protocol."""
+    errors: list[str] = []
+    """The last ones, shortened."""
 
 
 class TrainerProgress(Record):

@@ -138,6 +138,11 @@ class RelayConnection:
         """Replace the set of versions that the relay keeps beside its newest ones."""
         self._once({"command": "retain", "versions": sorted(versions)}, self.timeout)
 
+    def fetch(self, version: int, digest: str, timeout_s: float) -> None:
+        """Have the relay get a version from another one, if it does not hold it. Raises WeightsError if it cannot."""
+        request = {"command": "fetch", "version": version, "digest": digest, "timeout": timeout_s}
+        self._once(request, timeout_s + self.timeout)
+
     def _once(self, request: Message, timeout: float) -> tuple[Message, int | None]:
         wire = _Wire(self.socket_path, self.run, self.timeout)
         try:
@@ -252,6 +257,9 @@ class AsyncRelayClient:
 
     async def retain(self, versions: Collection[int]) -> None:
         await asyncio.to_thread(self.connection.retain, versions)
+
+    async def fetch(self, version: int, digest: str, timeout_s: float) -> None:
+        await asyncio.to_thread(self.connection.fetch, version, digest, timeout_s)
 
     async def wait(self, newer_than: int, timeout_s: float) -> VersionInfo | None:
         """As `RelayConnection.wait`; holds no thread while it waits, and can be cancelled at any time."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,15 +48,23 @@ class ChainView:
 
 
 class Follower:
-    """`me`: this relay's id in the chain. Give it what changes (`see`, `published`) and `run` it."""
+    """`me`: this relay's id in the chain, on `host`. Give it what changes (`see`, `published`) and `run` it."""
 
     def __init__(
-        self, holdings: Holdings, transports: Mapping[str, Transport], me: str, *, tuning: Tuning | None = None
+        self,
+        holdings: Holdings,
+        transports: Mapping[str, Transport],
+        me: str,
+        host: str,
+        *,
+        tuning: Tuning | None = None,
     ) -> None:
         self.me = me
+        self.host = host
         self.tuning = tuning or Tuning()
         self.view = ChainView()
         self.hops: deque[Hop] = deque(maxlen=16)
+        self.repairs = 0
         self._holdings = holdings
         self._transports = transports
         self._wanted: list[VersionName] = []
@@ -74,13 +81,16 @@ class Follower:
             transfer.see(*self._whom_to_ask())
         self._changed.set()
 
-    def published(self, name: VersionName) -> None:
-        """A version was announced; with an older number than the newest known one it is ignored."""
-        if self._wanted and name.version < self._wanted[-1].version:
+    def published(self, names: Sequence[VersionName]) -> None:
+        """The newest version is one of `names`: of one number, since a trainer whose replay gave other bits offers them
+        under another digest. The first is best. Ignored if a newer one is known."""
+        version = names[0].version
+        if self._wanted and version < self._wanted[0].version:
             return
-        # Another digest for a number: offered anew by a trainer whose replay gave other bits.
-        self._wanted = [n for n in self._wanted if n.version != name.version][-(MAX_WANTED - 1) :] + [name]
-        self._changed.set()
+        wanted = [*names, *(n for n in self._wanted if n.version != version)][:MAX_WANTED]
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._changed.set()
 
     @property
     def receiving(self) -> Transfer | None:
@@ -101,7 +111,7 @@ class Follower:
             if hop is None:
                 await self._pause()
 
-    async def fetch(self, name: VersionName, *, timeout_s: float) -> None:
+    async def fetch(self, name: VersionName, timeout_s: float) -> None:
         """Bring a version here that some relay holds, if it is not here. Raises WeightsError if none has it in time."""
         if self._holdings.has(name):
             return
@@ -147,8 +157,8 @@ class Follower:
             transfer.accept(acceptable)
         elif pull.header.name not in acceptable:
             transfer.abandon(f"version {pull.header.name} was published anew")
-        elif pull.all_refused and acceptable[-1] != pull.header.name:
-            transfer.abandon("nobody has the rest of it, and a newer version was published")
+        elif pull.all_refused and acceptable != (pull.header.name,):
+            transfer.abandon("nobody has the rest of it, and another version was published")
 
     async def _run(self, transfer: Transfer) -> Hop | None:
         self._running.add(transfer)
@@ -157,6 +167,7 @@ class Follower:
             hop = await transfer.run()
         finally:
             self._running.discard(transfer)
+            self.repairs += len(transfer.pull.repairs)
         if hop is not None:
             self.hops.append(hop)
         return hop
@@ -170,12 +181,11 @@ class Follower:
             return
 
     def _acceptable(self) -> tuple[VersionName, ...]:
-        """The published versions that are newer than what is here, oldest first."""
+        """The published versions that are newer than what is here, best first. One that was skipped for want of an
+        arena is tried again only while it is the newest."""
         newest = self._holdings.newest
-        skipped = self._holdings.skipped
-        return tuple(
-            n for n in self._wanted if (newest is None or n.version > newest.version) and n not in skipped
-        )
+        newer = [n for n in self._wanted if newest is None or n.version > newest.version]
+        return tuple(n for n in newer if n.version == newer[0].version or n not in self._holdings.skipped)
 
     def _whom_to_ask(self) -> tuple[Sequence[Candidate], Links]:
         view = self.view
@@ -185,7 +195,7 @@ class Follower:
 
     def _reachable(self, relay: str, peer: Peer) -> bool:
         """Whether its addresses mean it from here: a loopback address is another machine's own."""
-        if peer.host == socket.gethostname() or not all(_is_loopback(e) for e in peer.links.values()):
+        if peer.host == self.host or not all(_is_loopback(e) for e in peer.links.values()):
             return bool(peer.links)
         if relay not in self._unreachable:
             self._unreachable.add(relay)

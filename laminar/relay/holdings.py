@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,11 +58,15 @@ class Holdings:
         self.pool = ArenaPool(retain + INCOMING + spare)
         self.retained: frozenset[int] = frozenset()
         self.errors: deque[str] = deque(maxlen=16)
+        self.refusals = 0
         self.skipped: deque[VersionName] = deque(maxlen=16)
         """Versions that this relay will not have, for want of an arena: nobody should wait for them here."""
+        self.fetch_elsewhere: Callable[[VersionName, float], Awaitable[None]] | None = None
+        """Brings a version from another relay within some seconds; None where there is no chain."""
         self._held: dict[int, Held] = {}
         self._arriving: dict[VersionName, Arriving] = {}
         self._weights_bytes = weights_bytes
+        self._refusal_logged_at = -1.0
         self._changed = asyncio.Event()
         self._growing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -169,6 +173,14 @@ class Holdings:
         self.release(arriving.arena)
         self._notify()
 
+    async def fetch(self, name: VersionName, timeout_s: float) -> None:
+        """Have a version here that another relay holds. Raises WeightsError if none does, or not in time."""
+        if self.has(name):
+            return
+        if self.fetch_elsewhere is None:
+            raise WeightsError(f"version {name} is not here, and this relay reaches no other")
+        await self.fetch_elsewhere(name, timeout_s)
+
     def skip(self, name: VersionName) -> None:
         self.skipped.append(name)
         self._notify()
@@ -231,6 +243,15 @@ class Holdings:
     def record_error(self, message: str) -> None:
         log.warning("relay error: %s", message)
         self.errors.append(message)
+
+    def record_refusal(self, message: str) -> None:
+        """A stranger, or nonsense: counted always, logged at most once a second, since there may be many."""
+        self.refusals += 1
+        self.errors.append(message)
+        now = asyncio.get_running_loop().time()
+        if now - self._refusal_logged_at >= 1.0:
+            self._refusal_logged_at = now
+            log.warning("relay refusal number %d: %s", self.refusals, message)
 
     def validate(self) -> None:
         """Raises AssertionError if versions and arenas disagree."""

@@ -12,6 +12,7 @@ the first byte of the frame that announces it. Each request gets one reply: {"ok
     open      version or null: newest    version, layout, chunk_bytes + read-only fd
     wait      newer_than, timeout        version or null
     retain    versions                   -
+    fetch     version, digest, timeout   -   (once it is here; from another relay if need be)
 
 A reservation and a hold last as long as their connection: a process that dies lets go of both.
 """
@@ -35,6 +36,8 @@ MAX_FRAME = 32 << 20
 MAX_HELLO = 4096
 MAX_WAIT = 20.0
 """Seconds that one `wait` request may last; clients ask again."""
+MAX_FETCH = 600.0
+"""Seconds that one `fetch` may take."""
 MAX_VERSION = 1 << 53
 MAX_RETAINED = 10_000
 MAX_SOCKET_PATH = 107

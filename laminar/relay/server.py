@@ -21,6 +21,7 @@ from laminar.relay.holdings import Held, Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import (
     HEADER,
+    MAX_FETCH,
     MAX_FRAME,
     MAX_HELLO,
     MAX_RETAINED,
@@ -39,6 +40,7 @@ from laminar.relay.protocol import (
     peer_user,
     text,
 )
+from laminar.relay.transport.base import VersionName
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
@@ -171,6 +173,7 @@ class Session:
             "open": self._open,
             "wait": self._wait,
             "retain": self._retain,
+            "fetch": self._fetch,
         }
 
     async def run(self) -> None:
@@ -278,6 +281,11 @@ class Session:
 
     async def _retain(self, request: Message) -> None:
         self._holdings.retain_versions(integers(request, "versions", MAX_RETAINED, 0, MAX_VERSION))
+        await self._reply()
+
+    async def _fetch(self, request: Message) -> None:
+        name = VersionName(integer(request, "version", 0, MAX_VERSION), text(request, "digest", 64))
+        await self._holdings.fetch(name, number(request, "timeout", 0.0, MAX_FETCH))
         await self._reply()
 
     async def _reply(self, fd: int | None = None, **content: object) -> None:

@@ -51,12 +51,14 @@ Links = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Hop:
-    """One finished transfer into this relay: seconds from the first request for chunks to the last checked one."""
+    """One finished transfer into this relay: seconds from the first request for chunks to the last checked one, which
+    was at `ended_at` of the loop's time."""
 
     name: VersionName
     peers: tuple[str, ...]
     nbytes: int
     seconds: float
+    ended_at: float
     piece_bytes: int
     repairs: tuple[Repair, ...]
 
@@ -151,6 +153,7 @@ class Transfer:
             tuple(self._served_by),
             info.bytes,
             seconds,
+            self._now(),
             self._grain * header.chunk_bytes,
             tuple(self.pull.repairs),
         )
@@ -253,7 +256,7 @@ class Transfer:
                 link = await transport.connect(relay, endpoints[name], deadline_s=CONNECT_S)
                 peer.links.append(link)
                 return link
-        offered = ', '.join(endpoints) or 'none'
+        offered = ", ".join(endpoints) or "none"
         raise PeerRefused(f"{relay} can be reached by {offered}, this relay speaks {', '.join(self._transports)}")
 
     async def _find(self, link: Link, acceptable: tuple[VersionName, ...], *, held_only: bool) -> VersionHeader:

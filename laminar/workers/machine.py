@@ -30,6 +30,8 @@ class RelayAccess(Protocol):
 
     async def seal(self, arena: ArenaToFill, version: int) -> VersionInfo: ...
 
+    async def fetch(self, version: int, digest: str, timeout_s: float) -> None: ...
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -5,6 +5,7 @@ cannot go on, says which versions are still needed, and removes what nothing ref
 |--------------------------------|------------------------------------------------------------|
 | a rollout's key vanishes       | sweep at once                                              |
 | an election; each lease time   | sweep: no orphan can hide                                  |
+| a relay comes or goes          | plan the chain anew; name another master if it was that    |
 | a sweep found exhausted claims | finish them with an error row                              |
 | each minute                    | clean up (`cleaning.py`)                                   |
 """
@@ -24,6 +25,7 @@ from laminar.buffer.records import Load, Retain, WorkerRecord
 from laminar.buffer.session import Election, Leadership
 from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
 from laminar.workers.assignment import Candidate, assign
+from laminar.workers.chain_planning import ChainPlanner
 from laminar.workers.cleaning import Cleaner
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
@@ -45,6 +47,7 @@ class Manager:
         self.clock = run.clock
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
         self.cleaner = Cleaner(run, self.ledger)
+        self.planner = ChainPlanner(run, self.ledger)
         self.bell = Bell()
         self.rollouts = Mirror(run.coordination, run.keys.workers("rollout"), bell=self.bell)
         self.loads = Mirror(run.coordination, run.keys.loads_root + "rollout/")
@@ -54,7 +57,7 @@ class Manager:
 
     async def run(self) -> None:
         async with self.rollouts, self.loads:
-            await until_first(self._sweep_always(), self._clean_always(), self._retain_always())
+            await until_first(self._sweep_always(), self._clean_always(), self._retain_always(), self.planner.run())
 
     # -- orphans ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from laminar.buffer.coordination import Coordination, absent, unchanged
+from laminar.buffer.coordination import Coordination, KeyValue, absent, unchanged
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import WeightsHead
 from laminar.clock import Clock
@@ -29,11 +29,12 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that lie in an arena, not yet sealed. Times in seconds."""
+    """Weights that lie in an arena of `relay` (its id), not yet sealed. Times in seconds."""
 
     version: int
     arena: ArenaToFill
     client: RelayAccess
+    relay: str
     copy_s: float
     cast_s: float
 
@@ -50,9 +51,10 @@ class Publisher:
         self.relays = relays
         self.skipped = 0
 
-    def _client(self) -> RelayAccess | None:
+    def _relay(self) -> tuple[str, RelayAccess] | None:
+        """The id of this host's relay, and a way to it."""
         record = local_relay(list(self.relays.items.values()), self.machine.host)
-        return self.machine.relay(relay_socket(record), self.keys.run) if record else None
+        return (record.id, self.machine.relay(relay_socket(record), self.keys.run)) if record else None
 
     async def published(self) -> WeightsHead | None:
         kv = await self.coordination.get(self.keys.weights)
@@ -60,11 +62,11 @@ class Publisher:
 
     async def held(self, version: int) -> str | None:
         """The digest under which the relay holds a version: empty if it does not, None when no relay answers."""
-        client = self._client()
-        if client is None:
+        found = self._relay()
+        if found is None:
             return None
         try:
-            versions = (await client.status()).versions
+            versions = (await found[1].status()).versions
         except (LaminarError, OSError):
             return None
         return next((v.info.digest for v in versions if v.info.version == version), "")
@@ -75,15 +77,17 @@ class Publisher:
         deadline = self.clock.monotonic() + RELAY_WAIT_S
         reason = "there is no relay on this host"
         while self.clock.monotonic() < deadline:
-            client = self._client()
-            if client is not None:
+            found = self._relay()
+            if found is not None:
+                relay, client = found
                 try:
                     arena = await client.reserve(learner.layout)
                     if arena is None:
                         log.warning("the relay has no free arena: version %d is not published", learner.version)
                         self.skipped += 1
                         return None
-                    return await self._copy(learner, client, arena, cast_s)
+                    copy_s = await self._copy(learner, arena)
+                    return Staged(learner.version, arena, client, relay, copy_s, cast_s)
                 except (LaminarError, OSError) as e:
                     reason = str(e)
             await self.clock.sleep(RETRY_S)
@@ -91,10 +95,10 @@ class Publisher:
         self.skipped += 1
         return None
 
-    async def _copy(self, learner: Learner, client: RelayAccess, arena: ArenaToFill, cast_s: float) -> Staged:
+    async def _copy(self, learner: Learner, arena: ArenaToFill) -> float:
         before = self.clock.monotonic()
         await asyncio.to_thread(learner.write_weights, arena.buffer)
-        return Staged(learner.version, arena, client, self.clock.monotonic() - before, cast_s)
+        return self.clock.monotonic() - before
 
     async def announce(self, staged: Staged, *, expected_digest: str = "") -> str:
         """Seal, and make the version the newest if it is newer than the newest; the digest.
@@ -112,18 +116,31 @@ class Publisher:
                 staged.version, info.digest[:12], promised[:12],
             )  # fmt: skip
         head = WeightsHead(
-            version=staged.version, digest=info.digest, layout_digest=info.layout_digest, bytes=info.bytes, master=""
-        )
+            version=staged.version, digest=info.digest, layout_digest=info.layout_digest, bytes=info.bytes,
+            master=staged.relay,
+        )  # fmt: skip
         if newest is not None and newest.version >= staged.version:
             await self._record_offer(head)
+            if kv is not None and newest.version == staged.version and newest.digest == info.digest:
+                # The chain asks the master first: the relay that has it now, whatever became of the one before.
+                await self.ledger.guarded_put(self.keys.weights, head, unchanged(kv))
             log.info("offered version %d again (%s)", staged.version, info.digest[:12])
             return info.digest
-        expected = unchanged(kv) if kv else absent(self.keys.weights)
-        if not await self.ledger.guarded_put(self.keys.weights, head, expected):
+        while not await self._put_head(head, kv):
             await self.ledger.check_fence()
-            raise Fenced(f"version {staged.version} was not announced: somebody else published {self.keys.weights}")
+            # The manager may have named another master, of the version before or, its reply to us lost, of this one.
+            kv = await self.coordination.get(self.keys.weights)
+            found = WeightsHead.parse(kv.value) if kv else None
+            if found is not None and (found.version, found.digest) == (head.version, head.digest):
+                break
+            if found is None or found.version >= staged.version:
+                raise Fenced(f"version {staged.version} was not announced: somebody else published {self.keys.weights}")
         log.info("published version %d (%s)", staged.version, info.digest[:12])
         return info.digest
+
+    async def _put_head(self, head: WeightsHead, seen: KeyValue | None) -> bool:
+        expected = unchanged(seen) if seen else absent(self.keys.weights)
+        return await self.ledger.guarded_put(self.keys.weights, head, expected)
 
     async def _record_offer(self, head: WeightsHead) -> None:
         """Raises Fenced if this trainer has been replaced."""

@@ -1,4 +1,5 @@
-"""The relay worker: serves weights on this host, campaigns for the manager's role, and keeps a committer beside it.
+"""The relay worker: serves weights on this host, has its place in the chain, campaigns for the manager's role, and
+keeps a committer beside it.
 
 The committer runs in a process of its own, so that slow storage never delays a reassignment.
 """
@@ -11,15 +12,20 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
 from laminar.buffer.records import EvaluationRequest, Retain
+from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
 from laminar.relay.server import RelayServer
-from laminar.workers.context import Run, joined
+from laminar.relay.transfer import Tuning
+from laminar.relay.transport.base import Transport
+from laminar.workers.chain import ChainMember
+from laminar.workers.context import Run, boot_id, joined
 from laminar.workers.manager import lead
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.tasks import until_first
@@ -70,17 +76,45 @@ def serve_weights(run: Run) -> RelayServer:
     return RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
 
 
-async def relay_main(run: Run, stop: asyncio.Event, server: ServedWeights, committer: Callable[[], Process]) -> None:
+OpenTransports = Callable[[Run, str, Holdings], Awaitable[Sequence[Transport]]]
+"""What relays reach each other by: of a run, a relay's id, and what it holds."""
+
+
+async def host_only(run: Run, relay: str, holdings: Holdings) -> Sequence[Transport]:
+    """No other relay is reached."""
+    return ()
+
+
+async def relay_main(
+    run: Run,
+    stop: asyncio.Event,
+    server: ServedWeights,
+    committer: Callable[[], Process],
+    open_transports: OpenTransports = host_only,
+) -> None:
     """Serve until `stop`; a lost lease ends this worker (its supervisor starts a new one). `committer` makes the
     process that commits beside this relay."""
-    async with server, joined(run, "relay", endpoint=server.endpoint) as member:
-        await until_first(
-            lead(run, member),
-            keep_retained(run, server.holdings),
-            keep_committer(run, committer),
-            member.until_lost(),
-            stop.wait(),
-        )
+    worker = boot_id("relay", run.machine)
+    async with server, AsyncExitStack() as opened:
+        holdings = server.holdings
+        transports: dict[str, Transport] = {}
+        for transport in await open_transports(run, worker, holdings):
+            opened.push_async_callback(transport.close)
+            transports[transport.name] = transport
+        links = {name: await transport.listen(holdings.find) for name, transport in transports.items()}
+        rack = os.environ.get("LAMINAR_RACK", "")
+        async with joined(run, "relay", endpoint=server.endpoint, worker=worker, links=links, rack=rack) as member:
+            tuning = Tuning(streams=run.config.relay.streams)
+            follower = Follower(holdings, transports, worker, run.machine.host, tuning=tuning)
+            holdings.fetch_elsewhere = follower.fetch
+            await until_first(
+                lead(run, member),
+                keep_retained(run, holdings),
+                keep_committer(run, committer),
+                ChainMember(run, member, holdings, follower).run(),
+                member.until_lost(),
+                stop.wait(),
+            )
 
 
 async def keep_retained(run: Run, holdings: Holdings) -> None:

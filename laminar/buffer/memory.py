@@ -8,6 +8,7 @@ loop with virtual time is deterministic.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import random
 from collections import deque
@@ -197,6 +198,12 @@ class MemoryCoordination:
         for subscription in self._subscriptions:
             subscription.end()
 
+    def abandon(self) -> None:
+        """The client's process died: its streams are gone, nobody reads them."""
+        self._closed = True
+        for subscription in self._subscriptions:
+            subscription.close()
+
     async def _retry(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         return await requests.retry(call, what, self._retry_s, self.faults.source)
 
@@ -215,7 +222,9 @@ class MemoryCoordination:
             await asyncio.sleep(0)
             raise CoordinationUnavailable(f"{what}: the connection was refused")
         if fault is Fault.LATE or there >= self._timeout_s:
-            loop.call_later(max(there, self._timeout_s) + self.faults.delay(), self._arrive_late, operation, what)
+            # In a context of its own: what is under way arrives even if its sender has died.
+            late = max(there, self._timeout_s) + self.faults.delay()
+            loop.call_later(late, self._arrive_late, operation, what, context=contextvars.Context())
             await self._time_out(give_up, what)
         await asyncio.sleep(there)
         if self.faults.partitioned:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import contextvars
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -180,6 +181,10 @@ class MemoryEtcd:
         self.subscriptions[subscription] = None
         return subscription
 
+    def leases(self) -> list[int]:
+        """Those that live, oldest first."""
+        return list(self._leases)
+
     def stop(self) -> None:
         """No request is served, no lease ends, every stream breaks."""
         self.running = False
@@ -257,5 +262,8 @@ class MemoryEtcd:
         state = self._leases[lease]
         if state.timer is not None:
             state.timer.cancel()
-        state.timer = asyncio.get_running_loop().call_later(state.ttl_s, self.revoke, lease)
+        # In a context of its own: the server's timers are nobody's of the clients that a simulator kills or stops.
+        state.timer = asyncio.get_running_loop().call_later(
+            state.ttl_s, self.revoke, lease, context=contextvars.Context()
+        )
         return state.ttl_s

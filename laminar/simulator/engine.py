@@ -1,0 +1,122 @@
+"""A simulated engine, whose tokens tell on whoever loses, doubles or mislabels them.
+
+A token's id follows from its place in the sequence, and its logprob from the digest of the weights that wrote it: an
+oracle can read off a committed row whether it is one contiguous sequence and whether its spans speak the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+
+from laminar.errors import EngineError, WeightsError
+from laminar.relay.layout import verify
+from laminar.simulator.process import SimProcess
+from laminar.simulator.relays import CHUNK_BYTES, SimRelayAccess, SimWeights
+from laminar.workers.engines.base import Chunk, EngineCapacity, EngineLoad, RelayWeights, WeightSource
+
+STOP_TOKEN = 2
+FIRST_TOKEN, VOCABULARY = 3, 97
+
+
+def token_at(place: int) -> int:
+    """The id of the policy's token at `place`, counted from the first token of the prompt; STOP_TOKEN may stand in."""
+    return FIRST_TOKEN + place % VOCABULARY
+
+
+def logprob_of(digest: str) -> float:
+    """What weights of `digest` (at least 5 hexadecimal digits) give each of their tokens; exact in float32."""
+    return -(int(digest[:5], 16) + 1) / (1 << 20)
+
+
+class SimEngine:
+    """`step_s`: range of a decode step's duration; `mean_tokens`: of a turn. Set `failing` to break it."""
+
+    def __init__(
+        self,
+        process: SimProcess,
+        switchboard: dict[str, SimWeights],
+        source: random.Random,
+        *,
+        capacity: EngineCapacity,
+        step_s: tuple[float, float],
+        mean_tokens: float,
+    ) -> None:
+        self.process = process
+        self.switchboard = switchboard
+        self.source = source
+        self.capacity = capacity
+        self.step_s = step_s
+        self.mean_tokens = mean_tokens
+        self.failing = False
+        self._version = -1
+        self._digest = ""
+        self._running: dict[str, int] = {}
+        self._aborted: set[str] = set()
+
+    async def start(self) -> EngineCapacity:
+        await asyncio.sleep(self.source.uniform(0.2, 1.0))
+        return self.capacity
+
+    async def close(self) -> None:
+        self._running.clear()
+
+    async def load(self, source: WeightSource) -> None:
+        if not isinstance(source, RelayWeights):
+            raise WeightsError(f"version {source.version} lies in a folder, which the simulation does not have")
+        info, layout, data = await SimRelayAccess(self.process, source.socket, self.switchboard).read(source.version)
+        if info.digest != source.digest:
+            raise WeightsError(f"version {source.version} is {info.digest[:12]}, promised was {source.digest[:12]}")
+        verify(memoryview(data), layout, CHUNK_BYTES, source.digest)
+        await asyncio.sleep(self.source.uniform(0.01, 0.1))
+        self._version, self._digest = source.version, source.digest
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+    ) -> AsyncIterator[Chunk]:
+        place = len(token_ids)
+        length = min(max_tokens, 1 + int(self.source.expovariate(1 / self.mean_tokens)))
+        stops = self.source.random() < 0.9
+        self._running[request_id] = place
+        try:
+            while length:
+                await asyncio.sleep(self.source.uniform(*self.step_s))
+                await self.check()
+                if request_id in self._aborted:
+                    yield Chunk([], [], "abort")
+                    return
+                count = min(length, self.source.randint(1, 4))
+                ids = [token_at(place + i) for i in range(count)]
+                length -= count
+                place += count
+                self._running[request_id] = place
+                if not length and stops:
+                    ids[-1] = STOP_TOKEN
+                reason = None if length else "stop" if stops else "length"
+                yield Chunk(ids, [logprob_of(self._digest)] * count, reason)  # type: ignore[arg-type]
+        finally:
+            self._running.pop(request_id, None)
+            self._aborted.discard(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._aborted.add(request_id)
+
+    def load_report(self) -> EngineLoad:
+        return EngineLoad(running=len(self._running), waiting=0, kv_tokens=sum(self._running.values()))
+
+    async def check(self) -> None:
+        if self.failing:
+            raise EngineError("the simulated engine was broken by a fault")

@@ -1,0 +1,95 @@
+"""Sees every write to etcd while a simulated run goes on, and checks all invariants at its end.
+
+Beside what `laminar audit` checks from the store, it knows what no store can say: which weights really wrote each
+token, whether a decision was ever changed, and whether a replay trained the same weights again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from laminar.buffer.audit import check, gather
+from laminar.buffer.coordination import Change
+from laminar.buffer.memory_server import Subscription
+from laminar.buffer.records import WeightsHead
+from laminar.simulator.cluster import Cluster
+from laminar.simulator.engine import STOP_TOKEN, logprob_of, token_at
+
+
+class Oracle:
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.problems: list[str] = []
+        self._published: WeightsHead | None = None
+        self._decided: dict[str, str] = {}
+
+    async def watch(self) -> None:
+        """Follow every change of etcd, from before the first worker starts."""
+        while True:
+            subscription: Subscription = self.cluster.etcd.subscribe(self.cluster.keys.prefix, self.cluster.etcd.revision)
+            while (batch := await subscription.next()) is not None:
+                for change in batch:
+                    self._see(change)
+
+    def _see(self, change: Change) -> None:
+        keys = self.cluster.keys
+        if change.kv is None:
+            return
+        if change.key == keys.weights:
+            self._see_weights(WeightsHead.parse(change.kv.value))
+        elif change.key.startswith(keys.batches):
+            before = self._decided.setdefault(change.key, change.kv.value)
+            if before != change.kv.value:
+                self.problems.append(f"invariant 4: {change.key} was decided twice: {before}, then {change.kv.value}")
+
+    def _see_weights(self, head: WeightsHead) -> None:
+        before, self._published = self._published, head
+        if before is None:
+            return
+        if head.version < before.version:
+            self.problems.append(f"invariant 5: version {head.version} was published after {before.version}")
+        if head.version == before.version and head.digest != before.digest:
+            self.problems.append(f"invariant 5: version {head.version} was published with two digests")
+
+    async def judge(self) -> list[str]:
+        """All problems, once the run has ended and everybody has left."""
+        c = self.cluster
+        picture = await gather(
+            c.outside, c.keys, c.disk, c.tables, samples_per_prompt=c.config.sampling.samples_per_prompt,
+            on_version_lost=c.config.rollout.on_version_lost,
+        )  # fmt: skip
+        report = check(picture)
+        problems = [*self.problems, *report.problems, *c.broken, *(f"untaken: {f}" for f in c.loop.faults)]
+        for row in picture.experience:
+            problems += check_tokens(row)
+        steps = sorted(m["step"] for m in picture.metrics if m["step"] >= 0)
+        if steps != list(range(c.config.run.max_steps)):
+            problems.append(f"steps recorded: {steps}, wanted {c.config.run.max_steps}")
+        if picture.registered or picture.claims:
+            problems.append(f"{len(picture.registered)} registered and {len(picture.claims)} claimed after the end")
+        for version, states in sorted(c.states.items()):
+            if len(states) > 1:
+                problems.append(f"version {version} was trained to {len(states)} different weights")
+        return problems
+
+
+def check_tokens(row: Mapping[str, Any]) -> list[str]:
+    """Whether a trajectory is one contiguous sequence, each policy token written by the weights its span names."""
+    name = f"({row['group']}, {row['sample']})"
+    first = len(row["prompt_ids"])
+    problems: list[str] = []
+    spans = list(zip(row["span_start"], row["span_digest"], strict=True))
+    for i, (token, mine, logprob) in enumerate(
+        zip(row["token_ids"], row["policy_mask"], row["logprobs"], strict=True)
+    ):
+        if not mine:
+            continue
+        if token not in (token_at(first + i), STOP_TOKEN):
+            problems.append(f"invariant 2: {name} has token {token} at {i}, not {token_at(first + i)}: a gap or repeat")
+            break
+        digest = next((d for start, d in reversed(spans) if start <= i), "")
+        if not digest or logprob != logprob_of(digest):
+            problems.append(f"invariant 5: token {i} of {name} was not written by the weights {digest[:12]}")
+            break
+    return problems

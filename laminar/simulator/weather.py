@@ -1,0 +1,167 @@
+"""Applies a plan's faults to a cluster when their time comes, and ends those that last."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+
+from laminar.buffer.memory import Faults
+from laminar.simulator.cluster import LEASE_S, Cluster, Slot
+from laminar.simulator.faults import Fault, Kind
+from laminar.simulator.process import CrashAt
+
+
+class Weather:
+    """`injected` counts what really happened: a fault whose target is not alive is none."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.injected: Counter[Kind] = Counter()
+        self._endings: list[Callable[[], None]] = []
+
+    async def blow(self) -> None:
+        """Inject all faults of the plan, each at its time."""
+        for fault in self.cluster.plan.faults:
+            await asyncio.sleep(max(0.0, fault.at - self.cluster.loop.now))
+            if await self.inject(fault):
+                self.injected[fault.kind] += 1
+
+    def calm(self) -> None:
+        """End whatever lasts."""
+        endings, self._endings = self._endings, []
+        for ending in endings:
+            ending()
+        for slot in self.cluster.slots:
+            if slot.process is not None:
+                slot.process.crash = None
+
+    async def inject(self, fault: Fault) -> bool:
+        """Whether there was something to hit."""
+        c = self.cluster
+        match fault.kind:
+            case Kind.ETCD_RESTART:
+                c.say(f"fault: etcd is down for {fault.duration:.1f} s")
+                c.etcd.stop()
+                self._later(fault.duration, lambda: None if c.etcd.running else c.etcd.start())
+                return True
+            case Kind.COMPACTION:
+                c.say(f"fault: etcd compacts up to {c.etcd.revision}")
+                c.etcd.compact(c.etcd.revision)
+                return True
+            case Kind.POWER_CUT:
+                self._power_cut(fault)
+                return True
+            case Kind.BIT_FLIP:
+                return self._flip(fault)
+            case Kind.REPLY_OF_COMMIT | Kind.COMMIT_FAILS:
+                name = sorted(c.tables)[int(fault.choice * len(c.tables))]
+                c.say(f"fault: {fault.kind.value} of {name}")
+                hazard = "lose_reply" if fault.kind is Kind.REPLY_OF_COMMIT else "fail_commit"
+                setattr(c.tables[name], hazard, True)
+                return True
+        living = c.living("rollout" if _of_rollouts(fault.kind) else fault.target)
+        if not living:
+            return False
+        slot = living[int(fault.choice * len(living))]
+        c.say(f"fault: {fault.kind.value} of {slot.name} for {fault.duration:.1f} s")
+        self._hit(fault, slot)
+        return True
+
+    def _hit(self, fault: Fault, slot: Slot) -> None:
+        process, etcd, storage = slot.process, slot.etcd, slot.storage
+        assert process is not None and etcd is not None and storage is not None
+        match fault.kind:
+            case Kind.KILL:
+                process.kill()
+            case Kind.CRASH_AT_CALL:
+                process.crash = (process.calls + fault.calls, CrashAt.AFTER if fault.after else CrashAt.BEFORE)
+            case Kind.STOP:
+                process.stop()
+                self._later(fault.duration, process.cont)
+            case Kind.TERMINATE:
+                slot.stop.set() if slot.kind in ("rollout", "relay") else process.kill()
+            case Kind.PARTITION:
+                etcd.faults.partition()
+                self._later(fault.duration, etcd.faults.heal)
+            case Kind.NETWORK:
+                self._storm(etcd.faults, fault)
+            case Kind.LEASE:
+                self._lose_lease(process.name, fault)
+            case Kind.DISK_FULL:
+                storage.full = True
+                self._later(fault.duration, lambda: setattr(storage, "full", False))
+            case Kind.DISK_ERRORS:
+                storage.failing = 0.3
+                self._later(fault.duration, lambda: setattr(storage, "failing", 0.0))
+            case Kind.DISK_SLOW:
+                storage.delay_s = (0.1, 1.0)
+                self._later(fault.duration, lambda: setattr(storage, "delay_s", (0.0005, 0.005)))
+            case Kind.REWARD_HANGS if slot.host is not None:
+                host = slot.host
+                host.hanging = 0.5
+                self._later(fault.duration, lambda: setattr(host, "hanging", 0.0))
+            case Kind.REWARD_RAISES if slot.host is not None:
+                host = slot.host
+                host.raising = 0.7
+                self._later(fault.duration, lambda: setattr(host, "raising", 0.0))
+            case Kind.ENGINE_BREAKS if slot.engine is not None:
+                slot.engine.failing = True
+
+    def _storm(self, faults: Faults, fault: Fault) -> None:
+        share = random.Random(f"storm/{fault.choice}")
+        faults.drop_reply, faults.late, faults.fail_before = (share.uniform(0.0, 0.2) for _ in range(3))
+        faults.delay_s = (0.001, 0.3)
+
+        def over() -> None:
+            faults.drop_reply = faults.late = faults.fail_before = 0.0
+            faults.delay_s = (0.0005, 0.01)
+
+        self._later(fault.duration, over)
+
+    def _lose_lease(self, name: str, fault: Fault) -> None:
+        """etcd forgets a lease, as after the restore of an old snapshot."""
+        leases = self.cluster.etcd.leases()
+        if leases:
+            self.cluster.etcd.revoke(leases[int(fault.choice * len(leases))])
+
+    def _power_cut(self, fault: Fault) -> None:
+        """The machine with everything on it: what was not synced is lost, or zeroed; etcd's data is kept."""
+        c = self.cluster
+        c.say("fault: power cut")
+        for slot in c.slots:
+            if slot.process is not None:
+                slot.process.kill()
+        c.disk.crash(keep_unsynced=fault.choice, zeroed=fault.after)
+        for table in c.unanswered:
+            table.unreadable = fault.after
+        c.unanswered.clear()
+        c.etcd.restart()
+
+    def _flip(self, fault: Fault) -> bool:
+        """One bit in some partial log."""
+        c = self.cluster
+        logs = c.disk.sizes("partials")
+        if not logs:
+            return False
+        source = random.Random(f"flip/{fault.choice}")
+        path = source.choice(sorted(logs))
+        if not logs[path]:
+            return False
+        offset = source.randrange(logs[path])
+        c.say(f"fault: bit flip in {path} at {offset}")
+        c.disk.flip(path, offset, source.randrange(8))
+        return True
+
+    def _later(self, seconds: float, ending: Callable[[], None]) -> None:
+        """End something after a time, or when the weather calms down."""
+        self._endings.append(ending)
+        self.cluster.loop.call_later(seconds, ending)
+
+
+def _of_rollouts(kind: Kind) -> bool:
+    return kind in (Kind.REWARD_HANGS, Kind.REWARD_RAISES, Kind.ENGINE_BREAKS)
+
+
+LONGEST_S = 3.0 * LEASE_S

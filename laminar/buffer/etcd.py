@@ -134,7 +134,7 @@ class EtcdCoordination:
                 log.info("watch of %s: changes after %s were compacted, listing again (%s)", prefix, seen, error)
                 seen = None
             except CoordinationUnavailable as error:
-                log.info("watch of %s: interrupted after revision %s, resuming (%s)", prefix, seen, error)
+                log.debug("watch of %s: interrupted after revision %s, resuming (%s)", prefix, seen, error)
             await asyncio.sleep(backoff.next())
 
     async def grant(self, ttl_s: float) -> tuple[int, float]:
@@ -165,6 +165,7 @@ class EtcdCoordination:
             call.cancel()
         if reply is grpc.aio.EOF:
             raise CoordinationUnavailable(f"{what}: {connection.name} ended the stream without an answer")
+        connection.answered()
         return float(reply.TTL)
 
     async def revoke(self, lease: int) -> None:

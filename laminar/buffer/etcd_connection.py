@@ -21,6 +21,7 @@ import grpc.aio
 
 from laminar.buffer import requests
 from laminar.buffer.etcd3_shim import rpc
+from laminar.buffer.outage import Outage
 from laminar.buffer.etcd_access import parse_endpoint
 from laminar.errors import ConfigError, CoordinationError, CoordinationFull, CoordinationUnavailable, LeaseLost
 
@@ -42,6 +43,8 @@ OPTIONS: tuple[tuple[str, str | int], ...] = (
     # Clients of one process and equal options would share a connection, and a broken one with it.
     ("grpc.use_local_subchannel_pool", 1),
 )
+STILL_AWAY_S = 30.0
+"""How often an etcd that stays away is told of; what it means for a lease is told by the session."""
 RESOLVE_AGAIN_S = 10.0
 """After a failure, names are resolved again if the last time is this long ago (members of a cluster do move)."""
 
@@ -141,6 +144,7 @@ class EtcdConnection:
         self._resolve_again = False
         self._lock = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
+        self._outage = Outage(STILL_AWAY_S)
         self._distrusted: set[str] = set()
 
     async def call(
@@ -153,6 +157,7 @@ class EtcdConnection:
             try:
                 reply = await method(link)(request, timeout=timeout_s or self.timeout_s, metadata=self.metadata())
                 self._distrusted.clear()
+                self.answered()
                 return reply
             except grpc.aio.AioRpcError as error:
                 if self._user and not renewed and token_refused(error):
@@ -199,6 +204,7 @@ class EtcdConnection:
         if token_refused(error) and self.renew_token():
             return CoordinationUnavailable(f"{what}: {self.name} refused the token; logging in again")
         translated = self._distrust(link, error, what) or translate(error, what, self.name)
+        self._away(translated)
         if isinstance(translated, CoordinationUnavailable) and not isinstance(translated, Compacted):
             if self._links and link is self._links[self._current % len(self._links)]:
                 self._current += 1
@@ -218,6 +224,18 @@ class EtcdConnection:
             f"now {self._tls.ca or 'the authorities of this system'}) vouches for its certificates, that they are made "
             "out to the names in the endpoints, and that it speaks TLS"
         )
+
+    def _away(self, error: CoordinationError) -> None:
+        """Told here once for all calls and watches of this process, which each try again on their own."""
+        if self.closed or not isinstance(error, CoordinationUnavailable) or isinstance(error, Compacted):
+            return
+        if (since := self._outage.failed(asyncio.get_running_loop().time())) is not None:
+            log.info("%s does not answer (for %.0f s now): %s", self.name, since, error)
+
+    def answered(self) -> None:
+        """A call has had its answer."""
+        if (lasted := self._outage.over(asyncio.get_running_loop().time())) is not None:
+            log.info("%s answers again after %.1f s", self.name, lasted)
 
     def renew_token(self) -> bool:
         """Forget the token, unless it is so new that its age cannot be why etcd refuses it."""

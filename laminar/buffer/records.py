@@ -80,6 +80,16 @@ class SupervisorRecord(Record):
     started_at_us: int
 
 
+class SupervisorRecord(Record):
+    """The `laminar run` that works on a run. `place` and `began` tell on its host whether that process still lives."""
+
+    host: str
+    pid: int
+    place: str
+    began: str
+    started_at_us: int
+
+
 class LeaderRecord(Record):
     worker: str
 

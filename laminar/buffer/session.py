@@ -34,6 +34,7 @@ from laminar.buffer.coordination import (
     unchanged,
 )
 from laminar.buffer.keys import Keys
+from laminar.buffer.outage import Outage
 from laminar.buffer.records import LeaderRecord, WorkerRecord
 from laminar.buffer.requests import Backoff
 from laminar.errors import CoordinationError, CoordinationFull, CoordinationUnavailable, LeaseLost
@@ -67,6 +68,7 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._refreshed_at = sent_at
         self._last_error = "none"
+        self._outage = Outage()
         self._task = self._loop.create_task(self._keep_alive(), name=f"keep-alive of lease {lease:x}")
         self._task.add_done_callback(self._ended)
 
@@ -136,8 +138,13 @@ class Session:
                 if self._loop.time() < self.deadline:
                     self._refreshed_at, self.ttl_s = sent_at, given
                     next_at = sent_at + given / 3
+                if (lasted := self._outage.over(self._loop.time())) is not None:
+                    log.info("lease %x is refreshed again after %.1f s", self.lease, lasted)
                 continue
-            log.warning("lease %x was not refreshed (%s), %.1f s are left", self.lease, self._last_error, self.left_s)
+            if self._outage.failed(self._loop.time()) is not None:
+                log.warning(
+                    "lease %x was not refreshed (%s), %.1f s are left", self.lease, self._last_error, self.left_s
+                )
             next_at = self._loop.time() + min(0.25, self.ttl_s / 10)
 
     @property

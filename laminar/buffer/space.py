@@ -27,6 +27,10 @@ def says_full(error: BaseException | str) -> bool:
     return any(words in text for words in FULL_WORDS)
 
 
+def space_at(folder: str | Path, free: int) -> str:
+    return f"disk is full at {folder}: {free} bytes free"
+
+
 def disk_full(folder: str | Path) -> str:
     """The message for a run that cannot go on without space."""
-    return f"disk is full at {folder}: {free_bytes(folder)} bytes free; free space and run the same command again"
+    return f"{space_at(folder, free_bytes(folder))}; free space and run the same command again"

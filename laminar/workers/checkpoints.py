@@ -20,7 +20,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
-from laminar.buffer.storage import Storage
+from laminar.buffer.space import says_full
+from laminar.buffer.storage import Storage, StorageFull
 from laminar.errors import StoreError, WeightsError
 from laminar.workers.learning.base import Learner
 
@@ -64,7 +65,8 @@ async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot:
     try:
         await _write(storage, learner, info, target, boot)
     except (OSError, SafetensorError) as e:
-        raise StoreError(
+        kind = StorageFull if says_full(e) else StoreError
+        raise kind(
             f"the checkpoint of version {learner.version} could not be written to {storage.absolute(target)}: {e}"
         ) from e
     return target

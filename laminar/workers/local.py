@@ -19,32 +19,46 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 from laminar.buffer.coordination import Coordination, KeyValue
+from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.etcd_access import EtcdAccess
+from laminar.buffer.extent import REMEDY, behind, read_extent
 from laminar.buffer.keys import Keys
 from laminar.buffer.manifest import RunFile
 from laminar.buffer.records import RunManifest, TrainerHead
-from laminar.buffer.schema import FORMAT_VERSION
+from laminar.buffer.schema import FORMAT_VERSION, TABLES
 from laminar.clock import SystemClock
 from laminar.config import Config
-from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LaminarError
+from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LaminarError, StoreError
 from laminar.workers.children import worker_command
-from laminar.workers.display import Display, Event
+from laminar.workers.disk import restarted, watch_disk
+from laminar.workers.display import Display
+from laminar.workers.ending import Ending, forget_ending, write_ending
 from laminar.workers.etcd_process import EtcdProcess, find_etcd
+from laminar.workers.etcd_upkeep import Upkeep
+from laminar.workers.exclusion import Supervision, only_here, only_supervisor
 from laminar.workers.inspect import StoreView
 from laminar.workers.preparation import Plan, plan_run, write_plan
-from laminar.workers.status import read_state, to_snapshot
+from laminar.workers.status import read_live
 from laminar.workers.store_mark import write_mark
+from laminar.workers.story import EventHandler, Story
 from laminar.workers.summary import collect, summary
 from laminar.workers.supervision import Supervised, sign_off
+from laminar.workers.tables import open_table
 
 log = logging.getLogger(__name__)
 
 REACH_ETCD_S = 10.0
 SHOW_INTERVAL_S = 0.5
+ETCD_SILENT_S = 3.0
+"""An etcd that takes longer for one look counts as away, as far as the display goes."""
+ETCD_GONE_S = 600.0
+"""After so long without etcd the run ends, and the same command resumes it."""
 STOP_GRACE_S = 20.0
 DRAIN_S = 60.0
+State = Literal["done", "stopped", "failed"]
 
 
 def run(config: Config, *, text: str, dry_run: bool, plain: bool) -> int:
@@ -72,9 +86,11 @@ async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
         coordination = access.connect()
         try:
             keys = Keys(config.run.name)
-            file, keys = await _enter(plan, coordination, keys)
-            job = LocalJob(config, plan, file, coordination, keys, access, root, etcd)
-            return await job.run(stop, plain)
+            hold = only_supervisor(coordination, keys, SystemClock(), config.coordination.lease_ttl)
+            async with hold as supervision:
+                file, keys = await _enter(plan, coordination, keys)
+                job = LocalJob(config, plan, file, coordination, keys, access, root, etcd)
+                return await job.run(stop, plain, supervision)
         finally:
             await coordination.close()
 
@@ -119,24 +135,25 @@ async def coordination_service(config: Config, root: Path) -> AsyncIterator[tupl
         return
     folder = root / "etcd"
     mark = folder / "endpoint"
-    if mark.exists() and await listens(mark.read_text().strip()):
-        raise ConfigError(
-            f"the etcd of run {config.run.name!r} is running at {mark.read_text().strip()}: this run is being run by "
-            "another `laminar run`; stop that one, or choose another run.name"
-        )
     await asyncio.to_thread(find_etcd)  # before anything is written
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise ConfigError(f"cannot write to {folder}: {e.strerror}; choose a run.store that can be written") from e
-    etcd = EtcdProcess(folder / "data")
-    await etcd.start()
-    mark.write_text(etcd.endpoint)
-    try:
-        yield EtcdAccess((etcd.endpoint,)), etcd
-    finally:
-        await etcd.stop()
-        mark.unlink(missing_ok=True)
+    with only_here(folder, config.run.name) as locked:
+        if not locked and mark.exists() and await listens(mark.read_text().strip()):
+            raise ConfigError(
+                f"the etcd of run {config.run.name!r} is running at {mark.read_text().strip()}: this run is being run "
+                "by another `laminar run`; stop that one, or choose another run.name"
+            )
+        etcd = EtcdProcess(folder / "data")
+        await etcd.start()
+        try:
+            mark.write_text(etcd.endpoint)
+            yield EtcdAccess((etcd.endpoint,)), etcd
+        finally:
+            await etcd.stop()
+            mark.unlink(missing_ok=True)
 
 
 async def listens(endpoint: str) -> bool:
@@ -168,20 +185,35 @@ async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[Ru
     if manifest is None and plan.existing is not None and await _has_begun(plan):
         raise ConfigError(
             f"{plan.storage.url} holds run {plan.existing.run!r}, but this etcd does not know it: point "
-            "coordination.endpoints at its etcd, or start another run (run.name)"
+            "coordination.endpoints at its etcd, rebuild it from the store if it was lost (`laminar recover "
+            f"{plan.storage.url}`), or start another run (run.name)"
         )
+    if manifest is not None and plan.existing is not None:
+        await _check_age(plan, plan.existing, coordination, keys)
     file = await write_plan(plan, SystemClock(), step=head.decided if head else 0)
     if manifest is None:
         record = RunManifest(
             run=keys.run, store=plan.storage.url, storage=plan.config.storage.model_dump(), store_id=file.store_id,
-            generation=1, format_version=FORMAT_VERSION,
+            generation=file.generation, format_version=FORMAT_VERSION,
         )  # fmt: skip
         await coordination.put(keys.manifest, record.dump())
-    if head is not None and head.state != "running" and head.decided < plan.config.run.max_steps:
+    tried_again = head is not None and (head.state == "failed" or head.decided < plan.config.run.max_steps)
+    if head is not None and head.state != "running" and tried_again:
         # A finished run with more steps, or a failed one tried again, goes on where it was.
         again = head.model_copy(update={"state": "running", "reason": ""})
         await coordination.put(keys.trainer, again.dump())
     return file, keys
+
+
+async def _check_age(plan: Plan, existing: RunFile, coordination: Coordination, keys: Keys) -> None:
+    """Raises ConfigError if etcd was restored from a copy that is older than the store."""
+    tables = {name: open_table(plan.storage, name) for name in TABLES}
+    extent = await read_extent(plan.storage, tables)
+    missing = behind(extent, (await coordination.range(keys.prefix)).items, keys)
+    if existing.generation > keys.generation:
+        missing.insert(0, f"the store is in generation {existing.generation}, etcd in {keys.generation}: {REMEDY}")
+    if missing:
+        raise ConfigError(f"run {keys.run!r} cannot go on:\n  " + "\n  ".join(missing))
 
 
 async def _has_begun(plan: Plan) -> bool:
@@ -204,8 +236,9 @@ class LocalJob:
         self.keys = keys
         self.root = root
         self.etcd = etcd
-        self.events: list[Event] = []
-        self.rewards: dict[int, float | None] = {}
+        self.story = Story(keys.run, config.run.max_steps, asyncio.get_running_loop().time)
+        self.clock = SystemClock()
+        self.ending = False
         logs = root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         names = ["relay", *(f"rollout-{i}" for i in range(config.rollout.workers)), "trainer"]
@@ -216,15 +249,14 @@ class LocalJob:
                 command=worker_command(name.split("-")[0], access, keys.run),
                 log_file=logs / f"{name}.log",
                 on_end=self._died,
-                on_event=self._event,
+                on_event=self.story.event,
                 is_over=self._is_over,
+                may_start=self._etcd_serves,
+                excused=lambda: self._etcd_is_away() or self.story.etcd_was_away,
             )
             for name in names
         ]
         self._tasks: set[asyncio.Task[None]] = set()
-
-    def _event(self, text: str) -> None:
-        self.events.append(Event(len(self.events), text))
 
     def _died(self, pid: int) -> None:
         """The kernel already told us of the death: its keys need not wait for the lease to expire."""
@@ -236,39 +268,61 @@ class LocalJob:
         try:
             await sign_off(self.coordination, self.keys, host=socket.gethostname(), pid=pid)
         except LaminarError as e:
-            self._event(f"could not sign off pid {pid}: {e}; its lease does that in time")
+            log.debug("could not sign off pid %d, its lease does that in time: %s", pid, e)
 
     async def _is_over(self) -> bool:
         """False while etcd does not say: a worker that is started again asks for itself, and leaves."""
         try:
             kv = await self.coordination.get(self.keys.trainer)
         except LaminarError as e:
-            self._event(f"etcd does not answer: {e}")
+            self.story.away(str(e))
             return False
         return kv is not None and TrainerHead.parse(kv.value).state != "running"
 
-    async def run(self, stop: asyncio.Event, plain: bool) -> int:
-        working = [asyncio.create_task(w.run(), name=w.name) for w in self.workers]
-        background = [asyncio.create_task(self._keep_etcd())]
-        with Display(plain=plain) as display:
-            try:
-                state, reason = await self._watch(stop, working, background, display)
-            finally:
-                await self._stop_all(background)
-                await asyncio.gather(*working, return_exceptions=True)
+    async def _etcd_serves(self) -> None:
+        """Wait, while the run goes on, until etcd is there. How long that may take `_watch` decides."""
+        while not self.ending and self._etcd_is_away():
+            await self.clock.sleep(SHOW_INTERVAL_S)
+
+    def _etcd_is_away(self) -> bool:
+        return self.story.outage.on or (self.etcd is not None and self.etcd.returncode is not None)
+
+    async def run(self, stop: asyncio.Event, plain: bool, supervision: Supervision) -> int:
+        await forget_ending(self.plan.storage)
+        handler = EventHandler(self.story)
+        logging.getLogger("laminar").addHandler(handler)
+        try:
+            state, reason = await self._work(stop, plain, supervision)
+        finally:
+            logging.getLogger("laminar").removeHandler(handler)
+        try:
+            await write_ending(self.plan.storage, Ending(state=state, reason=reason, at_us=SystemClock().now_us()))
+        except StoreError as e:
+            _say(f"how the run ended could not be noted: {e}", error=True)
         store = StoreView.open(self.plan.storage.url, self.config.storage.model_dump())
         _say(summary(await asyncio.to_thread(collect, store, state=state, reason=reason)))
         if state == "failed":
             _say(f"error: {reason}", error=True)
         return {"done": 0, "failed": 1}.get(state, 130)
 
+    async def _work(self, stop: asyncio.Event, plain: bool, supervision: Supervision) -> tuple[State, str]:
+        """The run, from the start of its workers until all have ended; how it ended, and why."""
+        working = [asyncio.create_task(w.run(), name=w.name) for w in self.workers]
+        tasks = (self._keep_etcd(), self._maintain_etcd(), watch_disk(self.root, self.story.event), supervision.keep())
+        background = [asyncio.create_task(task) for task in tasks]
+        with Display(plain=plain) as self.story.display:
+            try:
+                return await self._watch(stop, working, background)
+            finally:
+                await self._stop_all(background)
+                await asyncio.gather(*working, return_exceptions=True)
+                self.story.refresh()
+                self.story.display = None
+
     async def _watch(
-        self, stop: asyncio.Event, working: list[asyncio.Task[None]], background: list[asyncio.Task[None]],
-        display: Display,
-    ) -> tuple[str, str]:  # fmt: skip
+        self, stop: asyncio.Event, working: list[asyncio.Task[None]], background: list[asyncio.Task[None]]
+    ) -> tuple[State, str]:
         """Show progress until the run has ended; how it ended, and why."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
         while not stop.is_set():
             for task in [*working, *background]:
                 if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -276,25 +330,24 @@ class LocalJob:
                         return "failed", str(error)
                     raise error
             try:
-                live = await read_state(self.coordination, self.keys)
-            except LaminarError as e:
-                self._event(f"etcd does not answer: {e}")
-                await asyncio.sleep(SHOW_INTERVAL_S)
-                continue
-            self.rewards |= live.progress.rewards if live.progress else {}
-            display.update(
-                to_snapshot(
-                    live, max_steps=self.config.run.max_steps, elapsed_s=loop.time() - started,
-                    rewards=self.rewards, events=self.events,
-                )
-            )  # fmt: skip
-            if live.head is not None and live.head.state != "running":
-                await self._drain(working)
-                return live.head.state, live.head.reason
+                async with asyncio.timeout(ETCD_SILENT_S):
+                    live = await read_live(self.coordination, self.keys.run, self.file.store_id)
+            except (LaminarError, TimeoutError) as e:
+                if self.story.away(str(e) or f"no answer within {ETCD_SILENT_S:g} s") > ETCD_GONE_S:
+                    return "failed", f"etcd has not answered for {ETCD_GONE_S:.0f} s; start it and run this again ({e})"
+            else:
+                self.keys = Keys(self.keys.run, live.generation)
+                self.story.show(live)
+                if live.head is not None and live.head.state == "failed":
+                    return "failed", live.head.reason
+                if live.head is not None and live.head.state == "done":
+                    await self._drain(working)
+                    return "done", live.head.reason
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SHOW_INTERVAL_S):
                     await stop.wait()
-        self._event("stopping; the same command resumes the run")
+        self.story.event("stopping; the same command resumes the run")
+        self.story.refresh()
         return "stopped", "stopped by a signal"
 
     async def _drain(self, working: list[asyncio.Task[None]]) -> None:
@@ -310,7 +363,7 @@ class LocalJob:
             try:
                 waiting = (await self.coordination.range(self.keys.incoming_root)).items
             except LaminarError as e:
-                self._event(f"etcd does not answer: {e}")
+                self.story.away(str(e))
             else:
                 if not waiting:
                     return
@@ -321,11 +374,24 @@ class LocalJob:
         """Start the embedded etcd again if it dies; its data and address stay."""
         while self.etcd is not None:
             code = await self.etcd.ended()
-            self._event(f"etcd ended with {code}; starting it again on the same data")
-            await self.etcd.restart()
+            self.story.event(f"etcd ended with {code}; starting it again on the same data")
+            await restarted(self.etcd, self.story.event)
         await asyncio.Event().wait()
 
+    async def _maintain_etcd(self) -> None:
+        """Keep the embedded etcd within its space."""
+        if self.etcd is None:
+            return
+        client = EtcdCoordination([self.etcd.endpoint])
+        try:
+            await Upkeep(client, self.etcd.quota_bytes, SystemClock(), self.story.event).run()
+        finally:
+            await client.close()
+
     async def _stop_all(self, background: list[asyncio.Task[None]]) -> None:
+        self.ending = True
+        for w in self.workers:
+            w.stopping = True
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from laminar.buffer.claims import MAX_FINISH, Held
 from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.ledger import Ledger
+from laminar.buffer.outage import Outage
 from laminar.buffer.partials import PartialLog, PartialRow
 from laminar.buffer.records import Incoming
 from laminar.buffer.storage import Storage
@@ -93,13 +94,19 @@ class Flusher:
 async def until_written(clock: Clock, what: str, write: Callable[[], Awaitable[T]]) -> T:
     """Try again with back-off as long as storage refuses (a full disk, a network store that is away)."""
     pause = FIRST_RETRY_S
+    outage = Outage()
     while True:
         try:
-            return await write()
+            result = await write()
         except StoreError as e:
-            log.error("%s cannot be written, trying again in %.1f s: %s", what, pause, e)
+            if (since := outage.failed(clock.monotonic())) is not None:
+                log.error("%s cannot be written (for %.0f s now), it is tried again and again: %s", what, since, e)
             await clock.sleep(pause)
             pause = min(2 * pause, MAX_RETRY_S)
+        else:
+            if (lasted := outage.over(clock.monotonic())) is not None:
+                log.info("%s is written after %.1f s", what, lasted)
+            return result
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from laminar.buffer.files import Storage, StorageFull
 from laminar.buffer.outage import Outage
 from laminar.clock import Clock
+from laminar.errors import StoreError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,28 +36,29 @@ class _Patient:
         return getattr(self._storage, name)
 
     async def write(self, path: str, data: bytes, *, overwrite: bool = False) -> None:
-        await while_full(
+        await patiently(
             self._clock, path, lambda: self._storage.write(path, data, overwrite=overwrite), wait_s=self._wait_s
         )
 
 
-async def while_full(
-    clock: Clock, what: str, write: Callable[[], Awaitable[T]], *, wait_s: float = SPACE_WAIT_S
-) -> T:
-    """Repeat `write` while it raises StorageFull, for `wait_s` seconds at most."""
+async def patiently(
+    clock: Clock, what: str, write: Callable[[], Awaitable[T]], *, on: type[StoreError] = StorageFull,
+    wait_s: float = SPACE_WAIT_S,
+) -> T:  # fmt: skip
+    """Repeat `write` while it raises `on`, for `wait_s` seconds at most; then raise it."""
     outage = Outage()
     while True:
         try:
             result = await write()
-        except StorageFull as e:
+        except on as e:
             now = clock.monotonic()
             if (since := outage.failed(now)) is not None:
-                left = wait_s - since
-                log.error("%s waits for space, for %.0f s more: %s", what, max(left, 0), e)
+                log.error("%s cannot be written, it is tried again for %.0f s more: %s", what, wait_s - since, e)
             if outage.lasts(now) >= wait_s:
-                raise StorageFull(f"{e}. {what} has waited {wait_s:.0f} s for space") from e
+                log.error("%s could not be written for %.0f s, which is the limit", what, wait_s)
+                raise
             await clock.sleep(LOOK_AGAIN_S)
         else:
             if (lasted := outage.over(clock.monotonic())) is not None:
-                log.info("%s is written: there was no space for %.1f s", what, lasted)
+                log.info("%s is written after %.1f s", what, lasted)
             return result

@@ -23,7 +23,9 @@ from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead, Train
 from laminar.buffer.sampler import REMAINDER, Selection, select, to_retire
 from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.session import Election, Leadership
+from laminar.buffer.space import disk_full
 from laminar.buffer.steps import DecidedBatch, StepLog, batch_rows
+from laminar.buffer.storage import StorageFull
 from laminar.buffer.table import Table
 from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
 from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
@@ -32,7 +34,7 @@ from laminar.workers.intake import FreshTrajectories, Intake
 from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.outbox import until_written
+from laminar.workers.patience import patient, patiently
 from laminar.workers.publishing import Publisher, Staged
 from laminar.workers.step_metrics import step_metrics, step_rows
 from laminar.workers.stepping import TrainedStep, train_decided
@@ -82,7 +84,7 @@ class Trainer:
         self.experience = experience
         self.sinks = sinks
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
-        self.steps = StepLog(run.coordination, run.keys, self.ledger, run.storage)
+        self.steps = StepLog(run.coordination, run.keys, self.ledger, patient(run.storage, run.clock))
         self.intake = Intake(run.config, experience, run.clock)
         self.open = self.intake.open
         self.progress = Progress()
@@ -325,7 +327,7 @@ class Trainer:
     async def _finish(self, reason: str) -> None:
         """The last checkpoint, the last evaluations, the rest retired; then the run is done."""
         await self._settle()
-        await until_written(self.clock, "the last checkpoint", self._checkpoint)
+        await patiently(self.clock, "the last checkpoint", self._checkpoint, on=StoreError)
         await self._await_evaluations()
         await self.steps.end_drawing()
         rest = await self._rest()
@@ -377,7 +379,18 @@ async def trainer_main(run: Run, member: Member, make_learner: Any, experience: 
     log.info("%s leads the training", member.id)
     learner = await asyncio.to_thread(make_learner)
     trainer = Trainer(run, member, leadership, learner, experience, sinks)
-    await until_first(trainer.run(), trainer.report(), member.until_lost(), _replaced(member, leadership))
+    await until_first(_run_or_fail(trainer), trainer.report(), member.until_lost(), _replaced(member, leadership))
+
+
+async def _run_or_fail(trainer: Trainer) -> None:
+    """A disk that stayed full ends the run: started again and again, trainers would each wait as long."""
+    try:
+        await trainer.run()
+    except StorageFull as e:
+        storage = trainer.run_info.storage
+        reason = disk_full(storage.absolute("")) if storage.local else f"{e}; free space and run the same command again"
+        await trainer.steps.change_head(state="failed", reason=reason)
+        raise
 
 
 async def _replaced(member: Member, leadership: Leadership) -> None:

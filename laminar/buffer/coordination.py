@@ -16,8 +16,8 @@ from typing import Protocol
 
 MAX_TXN_OPERATIONS = 128
 """etcd's default limit of compares or operations in one transaction (each list is counted alone)."""
-MAX_REQUEST_BYTES = 1_572_864
-"""etcd's default limit of one request, 1.5 MiB."""
+MAX_REQUEST_BYTES = 1_572_864 - 512
+"""etcd's default limit of one request is 1.5 MiB; with authentication it counts the user's name too."""
 
 
 @dataclass(frozen=True)

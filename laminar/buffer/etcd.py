@@ -31,7 +31,7 @@ from laminar.buffer.coordination import (
     WatchEvent,
 )
 from laminar.buffer.etcd3_shim import rpc
-from laminar.buffer.etcd_connection import Compacted, EtcdConnection, Tls
+from laminar.buffer.etcd_connection import Compacted, EtcdConnection, Tls, says_token_refused
 from laminar.errors import CoordinationError, CoordinationUnavailable, LeaseLost
 
 __all__ = ["EtcdCoordination", "Tls"]
@@ -297,7 +297,7 @@ class EtcdCoordination:
             raise CoordinationUnavailable(f"{what}: {self._connection.name} ended the stream")
         if response.canceled and response.compact_revision:
             raise Compacted(f"{what}: compacted up to revision {response.compact_revision}")
-        if response.canceled and "permission denied" in response.cancel_reason and self._connection.renew_token():
+        if response.canceled and self._token_refused(response.cancel_reason):
             raise CoordinationUnavailable(f"{what}: {self._connection.name} refused the token; logging in again")
         if response.canceled:
             reason = response.cancel_reason or "no reason given"
@@ -307,6 +307,10 @@ class EtcdCoordination:
 def unknown_field(message: Any, number: int, default: int) -> int:
     """A number that the server sends and the messages of etcd3, being older, do not name."""
     return next((int(f.data) for f in UnknownFieldSet(message) if f.field_number == number), default)
+
+    def _token_refused(self, reason: str) -> bool:
+        doubtful = "permission denied" in reason
+        return (doubtful or says_token_refused(reason)) and self._connection.renew_token(doubtful=doubtful)
 
 
 def prefix_range(prefix: str) -> tuple[bytes, bytes]:

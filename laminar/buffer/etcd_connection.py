@@ -21,8 +21,8 @@ import grpc.aio
 
 from laminar.buffer import requests
 from laminar.buffer.etcd3_shim import rpc
-from laminar.buffer.outage import Outage
 from laminar.buffer.etcd_access import parse_endpoint
+from laminar.buffer.outage import Outage
 from laminar.errors import ConfigError, CoordinationError, CoordinationFull, CoordinationUnavailable, LeaseLost
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,9 @@ RESOLVE_AGAIN_S = 10.0
 """After a failure, names are resolved again if the last time is this long ago (members of a cluster do move)."""
 
 TOKEN_IS_NEW_S = 1.0
-"""A token that is refused at this age was not forgotten by etcd: another login would not help."""
+"""A user whose token is younger lacks the right that he was refused: the token was not forgotten by etcd."""
+LOGIN_S = 5.0
+"""Deadline of a login: etcd spends tenths of a second on each password, on purpose, and all clients come at once."""
 DISTRUST = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification", "WRONG_VERSION_NUMBER")
 """How gRPC's errors begin when a member's certificate, or that it has none, is why there is no connection."""
 
@@ -143,6 +145,7 @@ class EtcdConnection:
         self._resolved_at = 0.0
         self._resolve_again = False
         self._lock = asyncio.Lock()
+        self._login = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self._outage = Outage(STILL_AWAY_S)
         self._distrusted: set[str] = set()
@@ -154,15 +157,15 @@ class EtcdConnection:
         renewed = False
         while True:
             link = await self.link()
+            used = self._token
             try:
                 reply = await method(link)(request, timeout=timeout_s or self.timeout_s, metadata=self.metadata())
                 self._distrusted.clear()
                 self.answered()
                 return reply
             except grpc.aio.AioRpcError as error:
-                if self._user and not renewed and token_refused(error):
+                if not renewed and token_refused(error) and self.renew_token(used):
                     renewed = True
-                    await self.authenticate(link)
                     continue
                 raise self.failed(link, error, what) from error
             except asyncio.CancelledError:
@@ -180,17 +183,30 @@ class EtcdConnection:
             async with self._lock:
                 if not self._links or self._resolve_again:
                     await self._connect()
-        link = self._links[self._current % len(self._links)]
         if self._user and not self._token:
-            await self.authenticate(link)
-        return link
+            async with self._login:
+                if not self._token:
+                    await self._authenticate()
+        return self._links[self._current % len(self._links)]
 
-    async def authenticate(self, link: Link) -> None:
-        """Take a new token. Raises CoordinationError if etcd refuses user or password."""
+    async def _authenticate(self) -> None:
+        """Take a new token from the first member that gives one. Raises CoordinationError if etcd refuses user or
+        password."""
+        unreached = len(self._links) - 1
+        while True:
+            try:
+                return await self._authenticate_at(self._links[self._current % len(self._links)])
+            except CoordinationUnavailable as error:
+                if unreached <= 0 or self.closed:
+                    raise
+                unreached -= 1
+                log.debug("%s; trying the next member", error)
+
+    async def _authenticate_at(self, link: Link) -> None:
         what = f"login of user {self._user!r}"
         request = rpc.AuthenticateRequest(name=self._user, password=self._password)
         try:
-            reply = await link.auth.Authenticate(request, timeout=self.timeout_s)
+            reply = await link.auth.Authenticate(request, timeout=max(self.timeout_s, LOGIN_S))
         except grpc.aio.AioRpcError as error:
             raise self.failed(link, error, what) from error
         except asyncio.CancelledError:
@@ -237,11 +253,15 @@ class EtcdConnection:
         if (lasted := self._outage.over(asyncio.get_running_loop().time())) is not None:
             log.info("%s answers again after %.1f s", self.name, lasted)
 
-    def renew_token(self) -> bool:
-        """Forget the token, unless it is so new that its age cannot be why etcd refuses it."""
-        if not self._user or asyncio.get_running_loop().time() - self._token_at < TOKEN_IS_NEW_S:
+    def renew_token(self, used: str | None = None, *, doubtful: bool = False) -> bool:
+        """Forget the token that was refused (`used`, if a call of its own has not replaced it since), for the next call
+        to take a new one; False if another would not help. `doubtful`: etcd refused a right, which for an old token can
+        mean that it was forgotten."""
+        age = asyncio.get_running_loop().time() - self._token_at
+        if not self._user or (doubtful and age < TOKEN_IS_NEW_S):
             return False
-        self._token = ""
+        if used in (None, self._token):
+            self._token = ""
         return True
 
     def check_open(self, what: str) -> None:
@@ -317,8 +337,12 @@ def _is_address(host: str) -> bool:
 
 
 def token_refused(error: grpc.aio.AioRpcError) -> bool:
-    details = error.details() or ""
-    return error.code() == grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in details
+    return error.code() == grpc.StatusCode.UNAUTHENTICATED or says_token_refused(error.details() or "")
+
+
+def says_token_refused(details: str) -> bool:
+    """How members say it that restarted, let a token expire, or have seen changes of users since it was given."""
+    return "invalid auth token" in details or "auth store is old" in details
 
 
 def translate(error: grpc.aio.AioRpcError, what: str, server: str) -> CoordinationError:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
+import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.etcd import EtcdCoordination
+from laminar.buffer.etcd3_shim import rpc
+from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
+from laminar.errors import CoordinationError, CoordinationUnavailable
 from laminar.workers.etcd_process import EtcdProcess, _free_port
 
 
@@ -29,6 +37,7 @@ class Backend(Protocol):
     async def cut(self) -> None: ...
     async def mend(self) -> None: ...
     async def restart(self) -> None: ...
+    async def kill_leader(self) -> None: ...
     async def compact(self, revision: int) -> None: ...
     async def close(self) -> None: ...
 
@@ -53,6 +62,9 @@ class MemoryBackend:
         self.server.stop()
         await asyncio.sleep(0.2)
         self.server.start()
+
+    async def kill_leader(self) -> None:
+        await self.restart()
 
     async def compact(self, revision: int) -> None:
         self.server.compact(revision)
@@ -108,19 +120,20 @@ class Wire:
 class EtcdBackend:
     """On `processes`, which all tests share: hence a root of its own for each test."""
 
+    name = "etcd"
+
     def __init__(self, processes: list[EtcdProcess]) -> None:
-        self.name = "etcd" if len(processes) == 1 else "cluster"
         self.root = f"/test-{uuid.uuid4().hex[:12]}/"
         self.processes = processes
         self.wires: list[Wire] = []
 
     async def open(self) -> None:
-        endpoints = [p.endpoint for p in self.processes]
-        self.client: Coordination = EtcdCoordination(endpoints)
+        access = access_to(self.processes)
+        self.client: Coordination = access.connect()
         self.wires = [Wire(p.client_port) for p in self.processes]
         await self.mend()
         through = [f"127.0.0.1:{w.port}" for w in self.wires]
-        self.cut_client: Coordination = EtcdCoordination(through, timeout_s=0.5, retry_s=1.5)
+        self.cut_client: Coordination = access.at(through).connect(timeout_s=0.5, retry_s=1.5)
 
     async def cut(self) -> None:
         for wire in self.wires:
@@ -135,6 +148,13 @@ class EtcdBackend:
         for process in self.processes:
             await process.restart()
 
+    async def kill_leader(self) -> None:
+        """SIGKILL to the leader (the only member is its own), which is started again after a second."""
+        leader = await leader_of(self.processes)
+        os.kill(leader.pid, signal.SIGKILL)
+        await asyncio.sleep(1)
+        await leader.start()
+
     async def compact(self, revision: int) -> None:
         assert isinstance(self.client, EtcdCoordination)
         await self.client.compact(revision)
@@ -145,6 +165,117 @@ class EtcdBackend:
         await self.cut()
 
 
+def access_to(processes: list[EtcdProcess], user: str = "laminar") -> EtcdAccess:
+    """How tests reach a cluster: with its certificates and as `user` if it asks for them."""
+    endpoints = tuple(p.endpoint for p in processes)
+    first = processes[0]
+    return first.access(user).at(endpoints) if isinstance(first, SecureEtcd) else EtcdAccess(endpoints)
+
+
+async def leader_of(processes: list[EtcdProcess]) -> EtcdProcess:
+    for process in processes:
+        client = access_to([process], "root").connect()
+        status = await client.status()
+        await client.close()
+        if status["member"] == status["leader"]:
+            return process
+    raise AssertionError("no member says that it leads")
+
+
+class SecureEtcd(EtcdProcess):
+    """A member that shows a certificate of `certificates` to clients, and asks them for a user and password."""
+
+    def __init__(self, data_dir: Path, certificates: Path, *, flags: tuple[str, ...] = (), peer_port: int = 0) -> None:
+        self.certificates = certificates
+        port = _free_port()
+        url = f"https://127.0.0.1:{port}"
+        certificate, key = str(certificates / "server.pem"), str(certificates / "server.key")
+        secured = (
+            "--listen-client-urls", url, "--advertise-client-urls", url, "--cert-file", certificate, "--key-file", key,
+            "--auth-token-ttl", "1",
+        )  # fmt: skip
+        super().__init__(data_dir, client_port=port, peer_port=peer_port, flags=(*secured, *flags))
+
+    def access(self, user: str = "laminar") -> EtcdAccess:
+        (self.certificates / "password").write_text("secret\n")
+        secret = str(self.certificates / "password")
+        return EtcdAccess((self.endpoint,), ca=str(self.certificates / "ca.pem"), user=user, password_file=secret)
+
+    async def wait_healthy(self, deadline_s: float = 30.0) -> None:
+        client = self.access("").connect()
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    assert self.returncode is None, self.log_path.read_text()
+                    try:
+                        await client.get("/health")
+                        return
+                    except CoordinationUnavailable:
+                        await asyncio.sleep(0.05)
+                    except CoordinationError:
+                        return  # it asks for a user, so it serves
+        finally:
+            await client.close()
+
+
+async def ask_for_users(member: SecureEtcd) -> None:
+    """Users `root`, `laminar` (everything under /) and `guest` (nothing), all with the password `secret`."""
+    client = member.access("").connect()
+    call = client._connection.call
+    permission = sys.modules["etcd3.etcdrpc.auth_pb2"].Permission  # etcd3 leaves it out of its own names
+    everything = permission(permType=permission.READWRITE, key=b"/", range_end=b"0")
+    requests: list[tuple[str, Any]] = [
+        *(("UserAdd", rpc.AuthUserAddRequest(name=n, password="secret")) for n in ("root", "laminar", "guest")),
+        *(("RoleAdd", rpc.AuthRoleAddRequest(name=n)) for n in ("root", "laminar")),
+        ("RoleGrantPermission", rpc.AuthRoleGrantPermissionRequest(name="laminar", perm=everything)),
+        *(("UserGrantRole", rpc.AuthUserGrantRoleRequest(user=n, role=n)) for n in ("root", "laminar")),
+        ("AuthEnable", rpc.AuthEnableRequest()),
+    ]
+    for name, request in requests:
+        await call(lambda link: getattr(link.auth, name), request, name)  # noqa: B023 - awaited at once
+    await client.close()
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`ca.pem`, which has signed `server.pem` for 127.0.0.1 and localhost and `elsewhere.pem` for another name, with
+    their `.key` files; and `stranger.pem`, an authority that has signed none of them."""
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
+    return folder
+
+
+def make_certificates(folder: Path) -> None:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    def name(text: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+    def make(subject: str, names: list[x509.GeneralName], signer: tuple[str, Any] | None) -> Any:
+        key = ec.generate_private_key(ec.SECP256R1())
+        issuer, signing = signer or (subject, key)
+        made = x509.CertificateBuilder().subject_name(name(subject)).issuer_name(name(issuer))
+        made = made.public_key(key.public_key()).serial_number(x509.random_serial_number())
+        now = datetime.now(UTC)
+        made = made.not_valid_before(now - timedelta(hours=1)).not_valid_after(now + timedelta(days=2))
+        made = made.add_extension(x509.BasicConstraints(ca=signer is None, path_length=None), critical=True)
+        if names:
+            made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        certificate = made.sign(signing, hashes.SHA256())
+        (folder / f"{subject}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        encoding = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        (folder / f"{subject}.key").write_bytes(key.private_bytes(*encoding))
+        return key
+
+    authority = ("ca", make("ca", [], None))
+    make("stranger", [], None)
+    make("server", [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))], authority)
+    make("elsewhere", [x509.DNSName("etcd.example")], authority)
+
+
 @pytest.fixture(scope="session")
 def one_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdProcess]]:
     process = EtcdProcess(tmp_path_factory.mktemp("etcd") / "data")
@@ -153,39 +284,64 @@ def one_etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdProc
     asyncio.run(process.stop())
 
 
-def cluster_of_three(folder: Path) -> list[EtcdProcess]:
+def cluster_of_three(folder: Path, certificates: Path | None = None) -> list[EtcdProcess]:
+    """In the clear, or with TLS to clients."""
     ports = [_free_port() for _ in range(3)]
     members = ",".join(f"member{i}=http://127.0.0.1:{port}" for i, port in enumerate(ports))
-    return [
-        EtcdProcess(
-            folder / f"member{i}",
-            peer_port=port,
-            # The last of two equal flags counts: these replace those of a single node.
-            flags=("--name", f"member{i}", "--initial-cluster", members),
-        )
-        for i, port in enumerate(ports)
-    ]
+    made: list[EtcdProcess] = []
+    for i, port in enumerate(ports):
+        # The last of two equal flags counts: these replace those of a single node.
+        flags = ("--name", f"member{i}", "--initial-cluster", members)
+        if certificates is None:
+            made.append(EtcdProcess(folder / f"member{i}", peer_port=port, flags=flags))
+        else:
+            made.append(SecureEtcd(folder / f"member{i}", certificates, peer_port=port, flags=flags))
+    return made
 
 
-@pytest.fixture(scope="session")
-def three_etcds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdProcess]]:
-    processes = cluster_of_three(tmp_path_factory.mktemp("cluster"))
-
+@contextlib.contextmanager
+def running(processes: list[EtcdProcess]) -> Iterator[list[EtcdProcess]]:
     async def start() -> None:
         await asyncio.gather(*(p.start() for p in processes))
+        if isinstance(first := processes[0], SecureEtcd):
+            await ask_for_users(first)
 
     async def stop() -> None:
         await asyncio.gather(*(p.stop() for p in processes))
 
     asyncio.run(start())
-    yield processes
-    asyncio.run(stop())
+    try:
+        yield processes
+    finally:
+        asyncio.run(stop())
 
 
-@pytest.fixture(params=["memory", "etcd", pytest.param("cluster", marks=pytest.mark.slow)])
+@pytest.fixture(scope="session")
+def secure_etcd(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[SecureEtcd]:
+    member = SecureEtcd(tmp_path_factory.mktemp("secure") / "data", certificates)
+    with running([member]):
+        yield member
+
+
+@pytest.fixture(scope="session")
+def three_etcds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EtcdProcess]]:
+    with running(cluster_of_three(tmp_path_factory.mktemp("cluster"))) as processes:
+        yield processes
+
+
+@pytest.fixture(scope="session")
+def secure_cluster(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[list[EtcdProcess]]:
+    with running(cluster_of_three(tmp_path_factory.mktemp("secure-cluster"), certificates)) as processes:
+        yield processes
+
+
+BACKENDS = {"memory": None, "etcd": "one_etcd", "cluster": "three_etcds", "secure cluster": "secure_cluster"}
+
+
+@pytest.fixture(params=[pytest.param(n, marks=pytest.mark.slow) if "cluster" in n else n for n in BACKENDS])
 def processes(request: pytest.FixtureRequest) -> list[EtcdProcess]:
     """The members that the backend runs on: none is the twin."""
-    fixture = {"memory": None, "etcd": "one_etcd", "cluster": "three_etcds"}[request.param]
+    fixture = BACKENDS[request.param]
     return request.getfixturevalue(fixture) if fixture else []
 
 

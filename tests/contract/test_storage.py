@@ -194,7 +194,7 @@ class TestS3:
         storage = s3_storage(s3_service)
         put = storage._fs.pipe_file
         monkeypatch.setattr(storage._fs, "pipe_file", lambda key, data, **options: put(key, data))
-        with pytest.raises(StoreError, match="no conditional put.*use a store that honours If-None-Match"):
+        with pytest.raises(StoreError, match=r"no conditional put.*use a store that honours If-None-Match"):
             await storage.probe()
 
     async def test_what_is_missing_is_said(self, s3_service: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ app = typer.Typer(
         "laminar experience ls my-run --where 'reward > 0.9'\n"
         "laminar plot my-run                            curves as a PNG\n"
         "laminar audit my-run                           is everything there exactly once?\n"
+        "laminar replay my-run --steps 5                train recorded steps again, and compare\n"
         "laminar recover my-run                         rebuild a lost etcd from the store\n"
         "```\n"
     ),
@@ -255,6 +256,68 @@ def recover(
 
     store = open_store(target)
     _print(Text(run_recover(store.root, store.options, _endpoints(etcd), force=force, dry_run=dry_run)))
+
+
+@app.command()
+def replay(
+    target: Target = None,
+    first: Annotated[
+        int | None, typer.Option("--from-step", min=0, help="The first step. Default: that after the checkpoint.")
+    ] = None,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(
+            "--checkpoint", min=0, help="The version to begin with; 0: the initial model. Default: the nearest before."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="How many steps. Default: all.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Another value than the recorded. May be repeated."),
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="The run's initial model, if it has moved.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write all metrics too: .parquet, .jsonl or .csv.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+) -> None:
+    """Train recorded steps again, with the same or other settings, and compare; the run need not be there.
+
+    Each line has what came out and, in brackets, what was recorded. With the same settings the same bits should come
+    out: exits with 1 if they do not. Nothing is written into the store.
+
+    `laminar replay my-run --from-step 20 --steps 10 --set trainer.learning_rate=1e-5 --set trainer.clip_high=0.2`
+    """
+    from laminar.workers import render
+    from laminar.workers.export import checked_writer, write_table
+    from laminar.workers.inspect import open_store
+    from laminar.workers.replay import Question, as_table, changes_of, verdict
+    from laminar.workers.replay import replay as run_replay
+
+    store = open_store(target)
+    changes = changes_of(store.run, set_ or [])
+    if out is not None:
+        checked_writer(out, force=force)
+    question = Question(first, checkpoint, steps, changes, model)
+    replayed = run_replay(store, question, lambda step: _print(render.replayed(step)))
+    if out is not None:
+        write_table(as_table(replayed), out, force=force)
+    fine, text = verdict(replayed, changes)
+    _print(Text(text, style="" if fine else "red"))
+    raise typer.Exit(0 if fine else 1)
+
+
+@app.command()
+def simulate(
+    faults: Annotated[bool, typer.Option("--faults", help="Run the real workers under seeded faults.")] = False,
+    seeds: Annotated[str, typer.Option("--seeds", metavar="A..B", help="A seed, or a range with both ends.")] = "0..99",
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes; default: one a core.")] = os.cpu_count() or 1,
+) -> None:
+    """Prove the protocol: the real rollout, trainer, relay and manager code in virtual time, with crashes at any call,
+    pauses, partitions, full disks, power cuts. Exits with 1 if any seed breaks an invariant; a seed replays exactly."""
+    from laminar.simulator.seeds import run_faults
+
+    if not faults:
+        raise typer.BadParameter("say --faults")
+    raise typer.Exit(0 if run_faults(seeds, jobs, lambda text: _print(Text(text))) else 1)
 
 
 @app.command()

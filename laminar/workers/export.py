@@ -40,17 +40,30 @@ def export_table(
     """
     if table not in QUERYABLE:
         raise ConfigError(f"there is no table {table!r}; tables: {', '.join(QUERYABLE)}")
-    write = _writer(file_format or path.suffix.removeprefix("."), path)
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists; choose another path, or replace it with --force")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the folder {path.parent} does not exist; make it first")
+    write = checked_writer(path, file_format, force=force)
     store.require(table)
     sql = f"select * from {table}" + (f" where {where}" if where else "")
     with store.connect() as connection, explained(sql):
         reader = connection.sql(sql).to_arrow_reader(ROWS_PER_BATCH)
         with _published(path, force) as temporary:
             return write(temporary, reader)
+
+
+def checked_writer(path: Path, file_format: str = "", *, force: bool = False) -> Writer:
+    """Raises ConfigError if nothing could be written to `path`: ask before the work that makes the rows."""
+    write = _writer(file_format or path.suffix.removeprefix("."), path)
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists; choose another path, or replace it with --force")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the folder {path.parent} does not exist; make it first")
+    return write
+
+
+def write_table(rows: pa.Table, path: Path, *, force: bool = False) -> int:
+    """Write `rows` to `path`, in the format of its ending, whole or not at all; their number."""
+    write = checked_writer(path, force=force)
+    with _published(path, force) as temporary:
+        return write(temporary, rows.to_reader())
 
 
 def _writer(file_format: str, path: Path) -> Writer:

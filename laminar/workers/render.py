@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -16,6 +16,9 @@ from rich.text import Text
 from laminar.workers.display import number, render, short
 from laminar.workers.inspect import Segment, TrajectoryView
 from laminar.workers.status import LiveStatus, RunStatus, StepRow, to_snapshot
+
+if TYPE_CHECKING:
+    from laminar.workers.replay import ReplayedStep
 
 CELL_WIDTH = 60
 """Longer cells are cut, with a mark: a list of 8,192 tokens helps nobody in a terminal. `export` keeps all."""
@@ -121,7 +124,7 @@ def _spans(view: TrajectoryView) -> RenderableType:
 
 def _steps(view: TrajectoryView) -> RenderableType:
     if not view.steps:
-        return Text("  no step: still open, or its group was retired (see `laminar status`)", style="dim")
+        return Text(f"  no step: {_why_untrained(view)}", style="dim")
     columns = ("step", "advantage", "staleness", "tokens", "mean_ratio", "clip_fraction", "policy_loss", "mean_logprob")
     grid = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
     for column in columns:
@@ -129,6 +132,17 @@ def _steps(view: TrajectoryView) -> RenderableType:
     for step in view.steps:
         grid.add_row(*(cell(step[column]) for column in columns))
     return grid
+
+
+def _why_untrained(view: TrajectoryView) -> str:
+    consumed = view.consumed
+    if consumed is None:
+        return "its group is not decided yet; a step takes it once all its samples are there"
+    if not consumed.reason:
+        own = "this trajectory ended with an error" if view.row["status"] != "ok" else "its rows are not committed yet"
+        return f"its group was trained in step {consumed.step}, but {own}"
+    why = f": {consumed.why}" if consumed.why else ""
+    return f"its group was retired with the decision of step {consumed.step} as {consumed.reason}{why}"
 
 
 def _response(view: TrajectoryView) -> list[RenderableType]:
@@ -153,6 +167,23 @@ def _ids(token_ids: list[int]) -> str:
     return " ".join(map(str, token_ids[:TOKENS_SHOWN])) + (f" … {more} more" if more > 0 else "")
 
 
+REPLAYED = {
+    "reward": "reward_mean",
+    "loss": "policy_loss",
+    "ratio": "ratio_mean",
+    "kl": "kl_behaviour",
+    "gradient": "grad_norm",
+}
+
+
+def replayed(step: ReplayedStep) -> RenderableType:
+    """One line: each number, and in brackets the recorded one."""
+    was = step.recorded.metrics if step.recorded else {}
+    parts = [f"{label} {cell(step.metrics.get(name))} ({cell(was.get(name))})" for label, name in REPLAYED.items()]
+    digest = {True: "equal", False: "other", None: "not recorded"}[step.equal]
+    return Text(f"step {step.step} | " + " | ".join(parts) + f" | digest {step.digest[:12]} {digest}")
+
+
 def status(result: RunStatus) -> RenderableType:
     parts: list[RenderableType] = []
     if result.live is not None:
@@ -161,11 +192,26 @@ def status(result: RunStatus) -> RenderableType:
         parts += [render(snapshot), _live(result.live)]
     else:
         done = result.last.step + 1 if result.last else 0
-        parts.append(Text.assemble((result.run, "bold"), f"  step {done}/{result.max_steps}, committed"))
-        parts.append(Text(f"not live: {result.why_not_live}", style="dim"))
+        state = result.ending.state if result.ending else "not running"
+        parts.append(Text.assemble((result.run, "bold"), f"  step {done}/{result.max_steps}, {state}"))
+    if result.live is None or not result.live.workers:
+        parts.append(Text(_ending(result)))
     outcome = f"experience  {_counts(result.statuses)}; finished by {_counts(result.finish_reasons)}"
     parts += [_last_step(result.last), Text(outcome), Text(f"store       {result.store}")]
     return Group(*parts)
+
+
+def _ending(result: RunStatus) -> str:
+    """How the run ended, as far as its `laminar run` could tell; lines after the first are those of a worker's log."""
+    ending = result.ending
+    if ending is None:
+        return (
+            "ended       not noted: its `laminar run` was killed, or works where its etcd cannot be reached from here "
+            f"({result.why_not_live or 'no worker is alive'}); the same command resumes it"
+        )
+    at = datetime.fromtimestamp(ending.at_us / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    then = "" if ending.state == "done" else "; the same command resumes it"
+    return f"{'ended':<12}{ending.state} at {at}: {ending.reason.splitlines()[0] if ending.reason else '–'}{then}"
 
 
 def _live(live: LiveStatus) -> RenderableType:

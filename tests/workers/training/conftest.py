@@ -27,6 +27,7 @@ from laminar.buffer.storage import LocalStorage
 from laminar.buffer.table import MemoryTable
 from laminar.clock import SystemClock
 from laminar.config import Config, LoggingConfig, config_from
+from laminar.errors import Fenced
 from laminar.relay.server import RelayServer
 from laminar.workers.context import Member, Run
 from laminar.workers.metrics import MetricSinks
@@ -220,3 +221,39 @@ async def make_world(tmp_path: Path, model_folder: Path) -> AsyncIterator[Callab
     yield make
     for world in worlds:
         await world.end()
+
+
+@pytest.fixture(scope="session")
+def trained_store(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """The store of a run that is done: checkpoints of versions 2, 4 and 5. Its learning rate was 1e-3 up to step 2 and
+    2e-4 from then on: a resume changed it."""
+    import lance
+
+    root = tmp_path_factory.mktemp("trained")
+
+    async def train() -> None:
+        world = World(root, model_folder, Path(tempfile.mkdtemp(prefix="laminar-")))
+        await world.begin(keep_checkpoints=9)
+        try:
+            life = await world.life(keep_checkpoints=9)
+            decide = life.trainer.steps.decide
+
+            async def stop_before_step_2(step: int, *args: Any) -> Any:
+                if step == 2:
+                    await life.kill()
+                    raise Fenced("stopped here")
+                return await decide(step, *args)
+
+            life.trainer.steps.decide = stop_before_step_2
+            with pytest.raises(Fenced):
+                await life.trainer.run()
+            await (await world.life(keep_checkpoints=9, learning_rate=2e-4)).trainer.run()
+            for table in ("step_metrics", "steps"):
+                rows = pa.Table.from_pylist(await world.rows(table), schema=TABLES[table])
+                lance.write_dataset(rows, str(root / "store" / f"{table}.lance"))
+            lance.write_dataset(await world.experience.read(), str(root / "store" / "experience.lance"))
+        finally:
+            await world.end()
+
+    asyncio.run(train())
+    return root / "store"

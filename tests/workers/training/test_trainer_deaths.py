@@ -1,11 +1,12 @@
-"""The trainer's write-ahead log: wherever a trainer dies, its successor trains the batches that were decided, once each,
-and comes to the very bits of a run that nothing disturbed."""
+"""The trainer's write-ahead log: wherever a trainer dies, its successor trains the batches that were decided, once
+each, and comes to the very bits of a run that nothing disturbed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,6 +19,9 @@ STEPS = 5
 STEP = 3
 """The step in which trainers die here: the checkpoint of version 2 is written, that of version 4 is due after it."""
 MakeWorld = Callable[..., Awaitable[Any]]
+
+
+UNDISTURBED = pytest.StashKey[dict[str, dict[int, str]]]()
 
 
 class Killed(BaseException):
@@ -87,11 +91,9 @@ STAGES: dict[str, Callable[[Any], None]] = {
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_death_changes_no_batch_and_no_bit(
-    make_world: MakeWorld, stage: str, caplog: pytest.LogCaptureFixture
+    make_world: MakeWorld, undisturbed: dict[int, str], stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Case 31: killed with work under way: all groups are trained once. Case 36: kill during the checkpoint's save."""
-    undisturbed = await make_world()
-    await (await undisturbed.life()).trainer.run()
     world = await make_world()
     life = await world.life()
     STAGES[stage](life)
@@ -107,8 +109,19 @@ async def test_a_death_changes_no_batch_and_no_bit(
     assert "replay_drift" not in caplog.text
     assert world.head().state == "done" and world.head().step == STEPS
     assert world.decisions()[: len(decided)] == decided, "a step means for ever what was decided"
-    assert await world.digests() == await undisturbed.digests() and len(await world.digests()) == STEPS + 1
+    assert await world.digests() == undisturbed and len(await world.digests()) == STEPS + 1
     await trained_once(world)
+
+
+@pytest.fixture
+async def undisturbed(make_world: MakeWorld, request: pytest.FixtureRequest) -> dict[int, str]:
+    """Digests of all versions of a run that nothing disturbs."""
+    known: dict[str, dict[int, str]] = request.config.stash.setdefault(UNDISTURBED, {})
+    if "digests" not in known:
+        world = await make_world()
+        await (await world.life()).trainer.run()
+        known["digests"] = await world.digests()
+    return known["digests"]
 
 
 async def trained_once(world: Any) -> None:
@@ -118,10 +131,8 @@ async def trained_once(world: Any) -> None:
     assert trajectories == Counter((g, s) for g in range(2 * STEPS) for s in range(2))
 
 
-async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld) -> None:
+async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld, undisturbed: dict[int, str]) -> None:
     """The second dies while it trains the first one's batches again."""
-    undisturbed = await make_world()
-    await (await undisturbed.life()).trainer.run()
     world = await make_world(checkpoint_every=100)
     for stage in ("training: after the step", "publishing: sealed, not announced"):
         life = await world.life(checkpoint_every=100)
@@ -131,7 +142,7 @@ async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld) -> None
             await life.trainer._settle()
         await life.kill()
     await (await world.life(checkpoint_every=100)).trainer.run()
-    assert await world.digests() == await undisturbed.digests()
+    assert await world.digests() == undisturbed
     await trained_once(world)
 
 
@@ -143,13 +154,13 @@ async def test_old_steps_are_trained_again_under_the_settings_of_their_time(
 ) -> None:
     """Case 37: resume with a changed learning rate: allowed; it counts from the resume on, not for what is replayed."""
     later = {"learning_rate": 1e-5, "clip_high": 0.1, "betas": [0.8, 0.9], "kl_coefficient": 0.1}
-    undisturbed = await make_world(checkpoint_every=1)
-    life = await undisturbed.life(checkpoint_every=1)
+    without_replay = await make_world(checkpoint_every=1)
+    life = await without_replay.life(checkpoint_every=1)
     at_step(life, life.trainer.steps, "decide")
     with pytest.raises(Killed):
         await life.trainer.run()
     await life.kill()
-    await (await undisturbed.life(checkpoint_every=1, **later)).trainer.run()
+    await (await without_replay.life(checkpoint_every=1, **later)).trainer.run()
 
     world = await make_world(checkpoint_every=100)
     life = await world.life(checkpoint_every=100)
@@ -162,7 +173,7 @@ async def test_old_steps_are_trained_again_under_the_settings_of_their_time(
     assert "replay_drift" not in caplog.text
     rates = [d.settings["trainer.learning_rate"] for d in world.decisions()]
     assert rates == [1e-3] * STEP + [1e-5] * (STEPS - STEP)
-    assert await world.digests() == await undisturbed.digests(), "the second replayed nothing, the first all"
+    assert await world.digests() == await without_replay.digests(), "one replayed all, the other nothing"
     metrics = {r["step"]: json.loads(r["metrics"]) for r in await world.rows("step_metrics")}
     assert [metrics[s]["learning_rate"] for s in range(STEPS)] == rates
 
@@ -170,11 +181,11 @@ async def test_old_steps_are_trained_again_under_the_settings_of_their_time(
 # -- a standby --------------------------------------------------------------------------------------------------
 
 
-async def test_a_standby_takes_over_and_the_stalled_one_can_do_nothing(make_world: MakeWorld) -> None:
+async def test_a_standby_takes_over_and_the_stalled_one_can_do_nothing(
+    make_world: MakeWorld, undisturbed: dict[int, str]
+) -> None:
     """The first stops in the middle of a step, as a paused machine does; its lease ends; the second trains on; then the
     first wakes up, with a trained step in its hands."""
-    undisturbed = await make_world()
-    await (await undisturbed.life()).trainer.run()
     world = await make_world()
     first = await world.life()
     loop, stalled, wake = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
@@ -202,7 +213,7 @@ async def test_a_standby_takes_over_and_the_stalled_one_can_do_nothing(make_worl
         await running
     assert world.server.revision == revision, "nothing of it took effect"
     assert [d.decided_by for d in world.decisions()] == ["trainer-0"] * (STEP + 1) + ["trainer-1"]
-    assert digests == await undisturbed.digests()
+    assert digests == undisturbed
     await trained_once(world)
 
 
@@ -239,7 +250,6 @@ async def test_fresh_trajectories_are_compared_while_a_stale_batch_trains(make_w
     """All experience is of version 0; only the first step's batch is fresh, and step 5 is the next that looks."""
     world = await make_world(learning_rate=1e-4)
     life = await world.life(learning_rate=1e-4)
-    life.trainer.compared = -5
     real = life.trainer.learner.train
 
     def slowly(batch: Any, fresh: Any = None) -> Any:
@@ -247,7 +257,7 @@ async def test_fresh_trajectories_are_compared_while_a_stale_batch_trains(make_w
             for _ in range(500):
                 if fresh():
                     break
-                __import__("time").sleep(0.01)
+                time.sleep(0.01)
         return real(batch, fresh)
 
     life.trainer.learner.train = slowly
@@ -255,8 +265,8 @@ async def test_fresh_trajectories_are_compared_while_a_stale_batch_trains(make_w
 
     async def decide_and_roll_out(step: int, *args: Any) -> Any:
         if step == 1:
-            life.trainer.compared = -5
-            await world.commit([(GROUP_AHEAD, s) for s in range(2)], version=1)
+            life.trainer.compared = -5  # the first step found its own batch fresh
+            await world.commit([(11, s) for s in range(2)], version=1)
         return await decide(step, *args)
 
     life.trainer.steps.decide = decide_and_roll_out
@@ -266,6 +276,3 @@ async def test_fresh_trajectories_are_compared_while_a_stale_batch_trains(make_w
     assert found[0][0] == 4 and found[0][1] > 0, "the batch itself is fresh"
     assert found[1][0] == 2 and found[1][1] > 0, "two trajectories of version 1 beside a batch of version 0"
     assert found[2:] == [(0, None)] * 3, "it is compared every fifth step"
-
-
-GROUP_AHEAD = 11

@@ -55,7 +55,7 @@ class TestHelp:
 
     @pytest.mark.parametrize(
         "command",
-        [[], ["run"], ["worker"], ["status"], ["audit"], ["replay"], ["plot"], ["version"], ["experience"]]
+        [[], ["run"], ["worker"], ["status"], ["audit"], ["recover"], ["replay"], ["plot"], ["version"], ["experience"]]
         + [["experience", name] for name in ("ls", "show", "sql", "export")],
     )
     def test_every_command_has_help(self, command: list[str]) -> None:

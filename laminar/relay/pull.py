@@ -240,7 +240,7 @@ class Pull:
         return effects + self._seek(now)
 
     def tick(self, now: float) -> list[Effect]:
-        if self.phase is Phase.ASKING and now - self._asked_at >= PATIENCE_S:
+        if self.phase is Phase.ASKING and now >= self._asked_at + PATIENCE_S:
             return self.failed(self.peer, f"had nothing to give for {PATIENCE_S:.0f} s", now)
         return self._seek(now)
 
@@ -306,7 +306,7 @@ class Pull:
         """Try one more candidate, if it is time."""
         if self.phase is not Phase.SEEKING:
             return []
-        if self.tried and now - max(self.tried.values()) < STAGGER_S:
+        if self.tried and now < max(self.tried.values()) + STAGGER_S:
             return []
         for candidate in self._candidates:
             blame = self._blame.get(candidate.relay)

@@ -1,0 +1,257 @@
+"""How one version comes here: the state machine alone, under every order of events."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from laminar.relay.chain import Candidate, candidates
+from laminar.relay.chunks import ChunkSet, Piece
+from laminar.relay.layout import Layout, checksums, version_digest
+from laminar.relay.pull import (
+    PATIENCE_S,
+    RETRY_S,
+    STAGGER_S,
+    Ask,
+    Done,
+    Effect,
+    Fetch,
+    Leave,
+    Phase,
+    Pull,
+    Reserve,
+)
+from laminar.relay.transport.base import VersionHeader, VersionName
+
+CHUNK = 64
+LAYOUT = Layout.from_tensors({"w": ("uint8", (CHUNK * 5,))})
+
+
+def header_of(version: int) -> VersionHeader:
+    sums = checksums(memoryview(bytes([version]) * LAYOUT.total_bytes), CHUNK)
+    return VersionHeader(VersionName(version, version_digest(LAYOUT, sums)), LAYOUT, CHUNK, tuple(sums))
+
+
+HEADER = header_of(1)
+NAME = HEADER.name
+
+
+def pull_of(*relays: str, me: str = "me") -> tuple[Pull, list[Effect]]:
+    pull = Pull((NAME,))
+    return pull, pull.see(candidates([*relays, me], me), 0.0)
+
+
+def receiving(*relays: str) -> Pull:
+    """A pull that receives from the last of `relays`."""
+    pull, _ = pull_of(*relays)
+    pull.joined(relays[-1], 0.0)
+    pull.answered(relays[-1], HEADER, 0.0)
+    pull.reserved(0.0)
+    assert pull.phase is Phase.RECEIVING
+    return pull
+
+
+def test_a_version_comes_from_the_relay_before() -> None:
+    pull, effects = pull_of("master", "before")
+    assert effects == [Ask("before", (NAME,), held_only=False)]
+    assert pull.joined("before", 0.1) == []
+    assert pull.answered("before", HEADER, 0.2) == [Reserve(HEADER)]
+    assert pull.reserved(0.3) == [Fetch("before", ChunkSet(5, full=True))]
+    assert pull.arrived("before", Piece(0, 4), 0.4) == []
+    assert pull.arrived("before", Piece(4, 1), 0.5) == [Leave("before"), Done()]
+    assert pull.phase is Phase.COMPLETE
+    pull.validate()
+
+
+def test_a_broken_link_is_repaired_by_asking_the_next_for_what_is_missing() -> None:
+    pull = receiving("master", "before")
+    pull.arrived("before", Piece(0, 2), 1.0)
+    assert pull.failed("before", "closed the connection", 2.0) == [
+        Leave("before"), Ask("master", (NAME,), held_only=False),
+    ]  # fmt: skip
+    pull.joined("master", 2.1)
+    (fetch,) = pull.answered("master", HEADER, 2.2)
+    assert isinstance(fetch, Fetch) and list(fetch.missing) == [2, 3, 4], "chunks that arrived are kept"
+    pull.arrived("master", Piece(2, 1), 2.5)
+    (repair,) = pull.repairs
+    assert (repair.lost, repair.found, repair.seconds) == ("before", "master", 0.5)
+
+
+def test_two_that_die_at_once_cost_two_tries_that_overlap() -> None:
+    pull = receiving("master", "second", "third")
+    assert Ask("second", (NAME,), held_only=False) in pull.failed("third", "reset", 1.0)
+    assert pull.wake_at(1.0) == pytest.approx(1.0 + STAGGER_S), "a dead host does not answer at all"
+    assert pull.tick(1.0 + STAGGER_S) == [Ask("master", (NAME,), held_only=False)]
+    assert pull.joined("master", 1.3) == [Leave("second")]
+
+
+def test_the_first_that_joins_is_kept_though_it_has_nothing_yet() -> None:
+    """Else all relays would crowd at the master."""
+    pull, _ = pull_of("master", "before")
+    pull.joined("before", 0.1)
+    assert pull.tick(1.0) == [] and pull.phase is Phase.ASKING
+    assert pull.wake_at(1.0) == pytest.approx(0.1 + PATIENCE_S)
+    assert pull.tick(0.1 + PATIENCE_S) == [Leave("before"), Ask("master", (NAME,), held_only=False)]
+
+
+def test_who_refused_is_asked_again_later_and_those_behind_only_for_what_they_hold() -> None:
+    pull = Pull((NAME,))
+    pull.see(candidates(["master", "me", "after"], "me"), 0.0)
+    assert pull.failed("master", "refused", 0.0)[-1] == Ask("after", (NAME,), held_only=True)
+    assert pull.failed("after", "refused", 0.0) == [Leave("after")]
+    assert pull.all_refused and pull.wake_at(0.0) == RETRY_S
+    assert pull.tick(RETRY_S) == [Ask("master", (NAME,), held_only=False)]
+
+
+def test_a_new_epoch_forgets_old_refusals() -> None:
+    pull, _ = pull_of("master")
+    pull.failed("master", "refused", 0.0)
+    effects = pull.see(candidates(["new", "master", "me"], "me"), 0.01)
+    assert effects == [Ask("master", (NAME,), held_only=False)]
+
+
+def test_a_peer_that_left_the_chain_is_left_and_one_that_sends_is_kept_wherever_it_stands() -> None:
+    pull = receiving("master", "before")
+    assert pull.see(candidates(["master", "me", "before"], "me"), 1.0) == []
+    assert pull.see(candidates(["master", "me"], "me"), 2.0) == [Leave("before"), Ask("master", (NAME,), held_only=False)]
+
+
+def test_a_peer_that_moved_behind_us_and_sends_nothing_is_left() -> None:
+    """It may be waiting for us."""
+    pull, _ = pull_of("master", "before")
+    pull.joined("before", 0.0)
+    effects = pull.see(candidates(["master", "me", "before"], "me"), 1.0)
+    assert effects == [Leave("before"), Ask("master", (NAME,), held_only=False)]
+
+
+def test_without_an_arena_the_version_is_skipped() -> None:
+    pull, _ = pull_of("master")
+    pull.joined("master", 0.0)
+    pull.answered("master", HEADER, 0.0)
+    assert pull.reserved(0.0, problem="no arena is free for it") == [Leave("master"), Done("no arena is free for it")]
+    assert pull.phase is Phase.ABANDONED
+
+
+def test_a_peer_lost_while_the_arena_was_found_does_not_hide_the_arena() -> None:
+    pull, _ = pull_of("master", "before")
+    pull.joined("before", 0.0)
+    pull.answered("before", HEADER, 0.0)
+    pull.failed("before", "reset", 0.1)
+    assert pull.reserved(0.2) == []
+    pull.joined("master", 0.3)
+    assert pull.answered("master", HEADER, 0.4) == [Fetch("master", ChunkSet(5, full=True))]
+
+
+def test_another_version_than_asked_for_is_a_failure() -> None:
+    pull, _ = pull_of("master")
+    pull.joined("master", 0.0)
+    assert pull.answered("master", header_of(2), 0.0) == [Leave("master")]
+    assert pull.phase is Phase.SEEKING
+
+
+def test_a_newer_version_will_do_until_one_is_answered_with() -> None:
+    newer = header_of(2).name
+    pull, _ = pull_of("master")
+    pull.joined("master", 0.0)
+    assert pull.accept((newer, NAME), 0.1) == [Leave("master"), Ask("master", (newer, NAME), held_only=False)]
+    pull.joined("master", 0.2)
+    pull.answered("master", HEADER, 0.3)
+    assert pull.accept((newer,), 0.4) == [] and pull.acceptable == (NAME,)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random events at a relay with up to four others; effects are remembered, none is carried out twice."""
+
+    relays = ("a", "b", "c", "d")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.pull = Pull((NAME,))
+        self.open: set[str] = set()
+        self.fetching: str = ""
+        self.arrived: set[int] = set()
+        self.awaiting_arena = False
+        self.done = 0
+        self.apply(self.pull.see(candidates(["a", "b", "me", "c"], "me"), 0.0))
+
+    def apply(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(relay):
+                    assert relay not in self.open, "nobody is asked twice at once"
+                    self.open.add(relay)
+                case Leave(relay):
+                    self.open.discard(relay)
+                    if self.fetching == relay:
+                        self.fetching = ""
+                case Fetch(relay, missing):
+                    assert relay in self.open and not self.fetching
+                    assert set(missing) == set(range(5)) - self.arrived
+                    self.fetching = relay
+                case Reserve():
+                    assert not self.awaiting_arena
+                    self.awaiting_arena = True
+                case Done():
+                    self.done += 1
+
+    @rule(chain=st.permutations(["a", "b", "c", "d", "me"]), left=st.sets(st.sampled_from(relays)))
+    def see(self, chain: list[str], left: set[str]) -> None:
+        self.apply(self.pull.see(candidates([r for r in chain if r not in left], "me"), self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def joined(self, data: st.DataObject) -> None:
+        relay = data.draw(st.sampled_from(sorted(self.open)))
+        self.apply(self.pull.joined(relay, self.now))
+
+    @precondition(lambda self: self.pull.peer)
+    @rule()
+    def answered(self) -> None:
+        self.apply(self.pull.answered(self.pull.peer, HEADER, self.now))
+
+    @precondition(lambda self: self.awaiting_arena)
+    @rule()
+    def reserved(self) -> None:
+        self.awaiting_arena = False
+        self.apply(self.pull.reserved(self.now))
+
+    @precondition(lambda self: self.fetching and not self.pull.ended)
+    @rule(data=st.data())
+    def piece(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from(sorted(set(range(5)) - self.arrived)))
+        self.arrived.add(index)
+        self.apply(self.pull.arrived(self.fetching, Piece(index, 1), self.now))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def failed(self, data: st.DataObject) -> None:
+        relay = data.draw(st.sampled_from(sorted(self.open)))
+        self.apply(self.pull.failed(relay, "broke", self.now))
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 6.0]))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        self.apply(self.pull.tick(self.now))
+
+    @invariant()
+    def sound(self) -> None:
+        self.pull.validate()
+        assert self.done == (1 if self.pull.ended else 0)
+        assert not self.pull.ended or not self.open, "nothing stays open at the end"
+        moment = self.pull.wake_at(self.now)
+        assert moment is None or moment > self.now or self.pull.phase is Phase.ASKING
+        if not self.pull.ended and self.pull._candidates and not self.open:
+            assert moment is not None, "a pull that asks nobody wakes up again"
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_candidates_need_not_be_known() -> None:
+    pull = Pull((NAME,))
+    assert pull.see([], 0.0) == [] and pull.wake_at(0.0) is None
+    assert pull.see([Candidate("late", held_only=False)], 1.0) == [Ask("late", (NAME,), held_only=False)]

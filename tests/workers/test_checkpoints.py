@@ -236,6 +236,40 @@ async def test_if_none_opens_nothing_is_given_up(storage: Storage) -> None:
     assert await loaded(storage) == 0 and await versions(storage) == [5]
 
 
+async def test_if_none_opens_all_that_was_tried_is_said(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    for version in (5, 10):
+        await save(storage, version)
+    await flip(storage, f"{checkpoint_path(5)}/trainer/{MASTER}")
+    await storage.delete(f"{checkpoint_path(10)}/trainer/learner.json")
+    assert await loaded(storage, at_most=12) == 0
+    said = caplog.messages[-1]
+    assert said.startswith("none of the 2 checkpoints opens: all 12 steps are trained again from the initial model.")
+    assert "step-000000010/trainer does not open: the learner state" in said
+    assert "step-000000005/trainer does not open: the checkpoint file" in said and "is damaged" in said
+
+
+async def test_one_that_stayed_damaged_is_written_again_when_its_version_is_reached(storage: Storage) -> None:
+    """Its mark would otherwise pass for a checkpoint for ever."""
+    await save(storage, 5)
+    await flip(storage, f"{checkpoint_path(5)}/trainer/{MASTER}")
+    assert await loaded(storage) == 0
+    await save(storage, 5, boot="t2")
+    assert await loaded(storage) == 5
+
+
+async def test_the_last_one_that_opens_is_never_pruned(storage: Storage, caplog: pytest.LogCaptureFixture) -> None:
+    for version in (5, 10, 15):
+        await save(storage, version)
+    for version in (10, 15):
+        await flip(storage, f"{checkpoint_path(version)}/trainer/{MASTER}")
+    await prune(storage, keep=2)
+    assert await versions(storage) == [15, 10, 5]
+    assert "no older checkpoint is deleted, since the newest 2 do not open" in caplog.text
+    await save(storage, 20)
+    await prune(storage, keep=2)
+    assert await versions(storage) == [20, 15] and await loaded(storage) == 20
+
+
 async def test_if_none_opens_the_initial_model_is_used(storage: Storage) -> None:
     for version in (5, 10):
         await save(storage, version)

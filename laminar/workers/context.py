@@ -97,7 +97,8 @@ async def open_run(
             f"this etcd is older than the run's last recovery; rebuild it: `laminar recover {manifest.store}`"
         )
     keys = Keys(name, manifest.generation)
-    return Run(coordination, keys, storage, file, config_from(file.config, origin="run.json"), clock, machine or this_machine())
+    config = config_from(file.config, origin="run.json")
+    return Run(coordination, keys, storage, file, config, clock, machine or this_machine())
 
 
 async def _same_life(run: Run) -> KeyValue:

@@ -122,8 +122,8 @@ class EtcdState:
         if self.alive:
             shown = ", ".join(self.alive[:SHOWN]) + (", …" if len(self.alive) > SHOWN else "")
             raise ConfigError(
-                f"run {self.run!r} is at work: {shown} (alive in etcd: {len(self.alive)}). Stop it, or fence it out with "
-                "--force"
+                f"run {self.run!r} is at work: {shown} (alive in etcd: {len(self.alive)}). Stop it, or fence it out "
+                "with --force"
             )
         if not self.reason:
             raise ConfigError(

@@ -3,10 +3,10 @@
     python benchmarks/soak.py --steps 10000
 
 In one process: two rollouts draw, stream partial responses and finish; a committer commits all four tables and compacts
-them; a trainer decides, records, checkpoints and asks for evaluations; a manager sweeps and cleans; the embedded etcd is
-looked after as `laminar run` does. Now and then a rollout dies with a claim, a half-written file and a segment that was
-never registered, and trainer and committer are replaced. A step takes a tenth of a second instead of many, so what goes
-by the clock goes by steps here: cleaning every 50, etcd's compaction every minute instead of every ten.
+them; a trainer decides, records, checkpoints and asks for evaluations; a manager sweeps and cleans; the embedded etcd
+is looked after as `laminar run` does. Now and then a rollout dies with claims, a log and a segment that was never
+registered, and trainer and committer are replaced. A step takes a fraction of a second instead of many, so what goes by
+the clock goes by steps here: cleaning every 50, etcd's compaction every minute instead of every ten.
 
 It prints a table and a verdict for each measure, from the slope over the second half: what the run has to keep (its
 rows, and a line a step in the archive of decisions) grows with it and is shown apart. Ends with an audit, and with 1 if
@@ -24,13 +24,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from laminar.buffer import claims
 from laminar.buffer.audit import check, gather
 from laminar.buffer.claims import Held
 from laminar.buffer.commits import COMPACT_EVERY, TableCommitter
@@ -60,6 +60,8 @@ KEYS = Keys("soak")
 SAMPLES, TOKENS = 2, 16
 CLEAN_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS, EVALUATE_EVERY = 50, 10, 2, 100
 ROLLOUT_DIES_EVERY, TRAINER_DIES_EVERY, COMMITTER_DIES_EVERY = 150, 700, 450
+COMMIT_RECORDS_EVERY = 4
+"""What a committer that gathers for a moment finds in one go, of steps this short."""
 SAMPLE_EVERY = 50
 """Steps between two measurements, right after the cleaning."""
 LIMIT = 0.1
@@ -168,7 +170,8 @@ class Soak:
             await self.evaluate(request)
         if (n + 1) % self.checkpoint_every == 0:
             await self.checkpoint(n + 1)
-        await self.commit()
+        if (n + 1) % COMMIT_RECORDS_EVERY == 0:
+            await self.commit(list(TABLES))
         await self.mishaps(n)
 
     async def selection(self) -> Selection | None:
@@ -205,10 +208,10 @@ class Soak:
             finished_at=now,
         )  # fmt: skip
 
-    async def commit(self) -> None:
+    async def commit(self, tables: Sequence[str] = ("experience",)) -> None:
         for committer in self.committers:
-            while await committer.run_once():
-                pass
+            if committer.name in tables:
+                await committer.run_once()
 
     async def checkpoint(self, version: int) -> None:
         """As `checkpoints.py` leaves them: a folder with a mark; the oldest ones go."""
@@ -256,7 +259,7 @@ class Soak:
         """It leaves claims, a log, a segment that nobody registered, and a letter in its inbox; the manager gives its
         claims to the other, which goes on and finishes."""
         member, log = self.rollouts[0]
-        version = n + 1
+        version, key = n + 1, KEYS.worker("rollout", self.rollouts[0][0].id)
         held = await member.ledger.draw(groups=lambda _: 1, samples_per_prompt=SAMPLES, version=version)
         now = self.run.clock.now_us()
         await log.append([row for h in held for row in partial_rows(h, member.id, version, now)])
@@ -266,8 +269,9 @@ class Soak:
         await self.coordination.put(KEYS.inbox_item(member.id, 10**9, 0), "1")
         await member.session.close()
         self.rollouts = [self.rollouts[1], await self.rollout()]
-        async with self.manager.rollouts, self.manager.loads:
-            await self.manager.sweep()
+        if not await self.manager.rollouts.wait_for(lambda: key not in self.manager.rollouts.items, 30):
+            raise RuntimeError(f"the manager has not noticed in 30 s that {key} is gone")
+        await self.manager.sweep()
         for held_now in (await all_claims(self.coordination, KEYS)).values():
             heir, log = next(r for r in self.rollouts if r[0].id == held_now.claim.owner)
             await log.append(partial_rows(held_now, heir.id, version, now))
@@ -279,6 +283,7 @@ class Soak:
             incoming = await write_incoming(self.storage, heir.id, segment, finished)
             if await heir.ledger.finish([adopted], segment, incoming):
                 raise RuntimeError(f"{segment} could not be finished")
+        await self.commit()
 
     # -- measuring ----------------------------------------------------------------------------------------------
 
@@ -309,17 +314,18 @@ class Soak:
 
     async def work(self, upkeep: Upkeep, show_every: int) -> None:
         before = time.monotonic()
-        for n in range(self.steps):
-            await self.step(n)
-            if (n + 1) % CLEAN_EVERY == 0:
-                await self.manager.cleaner.clean()
-                await upkeep.look()
-            if (n + 1) % SAMPLE_EVERY == 0:
-                self.samples.append(await self.measure(n + 1))
-            if (n + 1) % show_every == 0:
-                now = time.monotonic()
-                show(self.samples[-1], (now - before) / show_every, header=n + 1 == show_every)
-                before = now
+        async with self.manager.rollouts, self.manager.loads:
+            for n in range(self.steps):
+                await self.step(n)
+                if (n + 1) % CLEAN_EVERY == 0:
+                    await self.manager.cleaner.clean()
+                    await upkeep.look()
+                if (n + 1) % SAMPLE_EVERY == 0:
+                    self.samples.append(await self.measure(n + 1))
+                if (n + 1) % show_every == 0:
+                    now = time.monotonic()
+                    show(self.samples[-1], (now - before) / show_every, header=n + 1 == show_every)
+                    before = now
 
 
 def uses_of(selection: Selection) -> dict[int, str]:

@@ -187,7 +187,7 @@ def check(p: Picture) -> AuditReport:
         "claimed": len(p.claims),
         "batches decided": len(p.decisions),
         "versions recorded": len(p.metrics),
-        "files of the dead not yet removed": len(p.left_over),
+        "leftover files of ended workers": len(p.left_over),
     }
     return AuditReport(problems, checked)
 

@@ -17,13 +17,27 @@ from laminar.workers.context import open_run
 from laminar.workers.run_etcd import etcd_folder, etcd_of
 from laminar.workers.tables import open_table
 
+ONE = {
+    "groups drawn": "group drawn",
+    "trajectories committed": "trajectory committed",
+    "batches decided": "batch decided",
+    "versions recorded": "version recorded",
+    "leftover files of ended workers": "leftover file of an ended worker",
+    "problems": "problem",
+}
+
 
 def run_audit(store: str, options: Mapping[str, str], endpoints: list[str]) -> tuple[list[str], str]:
     """Blocking: the problems found (none: the invariants hold), and a summary of what was checked."""
     report = asyncio.run(_audit(open_storage(store, options), endpoints))
-    counted = ", ".join(f"{n} {what}" for what, n in report.checked.items())
-    verdict = "all invariants hold" if report.ok else f"{len(report.problems)} problems"
-    return report.problems, f"{verdict}: {counted}"
+    counts = ", ".join(counted(n, what) for what, n in report.checked.items())
+    verdict = "all invariants hold" if report.ok else counted(len(report.problems), "problems")
+    return report.problems, f"{verdict}: {counts}"
+
+
+def counted(n: int, what: str) -> str:
+    """`1 group drawn`, `2 groups drawn`: `what` is in the plural."""
+    return f"{n} {ONE.get(what, what) if n == 1 else what}"
 
 
 async def _audit(storage: Storage, endpoints: list[str]) -> AuditReport:

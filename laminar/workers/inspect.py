@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pyarrow as pa
 
@@ -28,6 +28,9 @@ from laminar.buffer.schema import PROMPTS, TABLES
 from laminar.buffer.storage import Storage, open_storage
 from laminar.errors import ConfigError, StoreError
 from laminar.workers.store_mark import MARK, read_mark
+
+if TYPE_CHECKING:
+    from laminar.workers.fates import Consumed
 
 T = TypeVar("T")
 RUNS = Path("runs")
@@ -251,6 +254,8 @@ class TrajectoryView:
     segments: list[Segment]
     prompt: str | None
     steps: list[dict[str, Any]]
+    consumed: Consumed | None = None
+    """How its group was consumed; None while it is open."""
 
 
 def show_trajectory(store: StoreView, group: int, sample: int) -> TrajectoryView:
@@ -269,7 +274,10 @@ def show_trajectory(store: StoreView, group: int, sample: int) -> TrajectoryView
     tokenizer = find_tokenizer(store)
     prompt = None if tokenizer is None else tokenizer.decode(row["prompt_ids"] or [], skip_special_tokens=False)
     spans = spans_of(row)
-    return TrajectoryView(row, spans, _segments(row, spans, tokenizer), prompt, steps.to_pylist())
+    from laminar.workers.fates import consumed
+
+    segments = _segments(row, spans, tokenizer)
+    return TrajectoryView(row, spans, segments, prompt, steps.to_pylist(), consumed(store, group))
 
 
 def _why_absent(store: StoreView, group: int, sample: int) -> str:

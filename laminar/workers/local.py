@@ -300,7 +300,8 @@ class LocalJob:
         except StoreError as e:
             _say(f"how the run ended could not be noted: {e}", error=True)
         store = StoreView.open(self.plan.storage.url, self.config.storage.model_dump())
-        _say(summary(await asyncio.to_thread(collect, store, state=state, reason=reason)))
+        told_below = "" if state == "failed" else reason
+        _say(summary(await asyncio.to_thread(collect, store, state=state, reason=told_below)))
         if state == "failed":
             _say(f"error: {reason}", error=True)
         return {"done": 0, "failed": 1}.get(state, 130)

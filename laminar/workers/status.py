@@ -33,6 +33,7 @@ from laminar.buffer.records import (
 from laminar.config_places import CoordinationConfig
 from laminar.errors import CoordinationError, StoreError
 from laminar.workers.display import Event, Snapshot, WorkerView
+from laminar.workers.ending import Ending, read_ending
 from laminar.workers.inspect import RUNS, StoreView
 
 LIVE_DEADLINE_S = 8.0
@@ -83,6 +84,8 @@ class RunStatus:
     last: StepRow | None
     statuses: dict[str, int] = field(default_factory=dict)
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    ending: Ending | None = None
+    """How the last `laminar run` ended; None if it works, or was killed."""
 
 
 def mean(values: Sequence[float]) -> float:
@@ -114,6 +117,7 @@ def run_status(store: StoreView, endpoints: list[str]) -> RunStatus:
         last=rows[-1] if rows else None,
         statuses=dict(statuses),
         finish_reasons=dict(reasons),
+        ending=asyncio.run(read_ending(store.storage)),
     )
 
 

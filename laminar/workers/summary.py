@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from laminar.buffer.archive import parse_block
 from laminar.buffer.records import BatchDecision
-from laminar.errors import StoreError
 from laminar.workers.display import number
+from laminar.workers.fates import decisions
 from laminar.workers.inspect import StoreView
 from laminar.workers.status import StepRow, mean, step_rows
 
@@ -95,21 +94,6 @@ def evaluations(store: StoreView) -> list[Evaluated]:
     return [Evaluated(**row) for row in rows]
 
 
-def decisions(store: StoreView) -> list[BatchDecision]:
-    """All decided batches, by step, from the archive and the copies that lie beside the batch files."""
-    archived = [step.decision for path, data in store.files("batches", ".jsonl") for step in parse_block(data, path)]
-    found = []
-    for path, data in store.files("batches", ".json"):
-        try:
-            found.append(BatchDecision.model_validate_json(data))
-        except ValueError as e:
-            raise StoreError(f"the copy of a decision at {path} is unreadable: {e}") from e
-    # A copy that was archived may not have been deleted yet.
-    seen = {decision.step for decision in archived}
-    found = [decision for decision in found if decision.step not in seen or not decision.trained]
-    return sorted([*archived, *found], key=lambda decision: decision.step)
-
-
 def _fates(store: StoreView, decided: Sequence[BatchDecision]) -> list[Fate]:
     """Counted by group, so that a fate without any committed trajectory is named too."""
     fate_of = {group: "trained" for decision in decided for group in decision.trained}
@@ -138,15 +122,13 @@ def summary(result: Summary) -> str:
         lines.append("errors      " + ", ".join(f"{n} {status}" for status, n in errors.items()))
     if result.steps:
         lines.append(f"versions    0 to {max(row.version for row in result.steps)}")
-    lines += [
-        f"store       {result.store}",
-        "",
-        "next",
-        f"  laminar plot {result.store}",
-        f"  laminar experience ls {result.store}",
-        f"  laminar audit {result.store}",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"store       {result.store}", "", "next", *_next_lines(result)])
+
+
+def _next_lines(result: Summary) -> list[str]:
+    """Commands that have something to show."""
+    able = {"plot": bool(result.steps), "experience ls": bool(result.statuses), "audit": True}
+    return [f"  laminar {command} {result.store}" for command, shows in able.items() if shows]
 
 
 def _headline(result: Summary) -> str:

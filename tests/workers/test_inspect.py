@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from laminar.errors import ConfigError, StoreError
+from laminar.workers.ending import Ending, forget_ending, write_ending
 from laminar.workers.export import export_table
 from laminar.workers.inspect import (
     StoreView,
@@ -22,7 +25,7 @@ from laminar.workers.inspect import (
     resolve_target,
     show_trajectory,
 )
-from laminar.workers.render import trajectory
+from laminar.workers.render import status, trajectory
 from laminar.workers.status import run_status, step_rows
 from laminar.workers.summary import collect, summary
 
@@ -137,6 +140,14 @@ class TestOneTrajectory:
         text = printed(view)
         assert "no tokenizer found" in text and "[environment] 7 8" in text and "answer four" in text
 
+    def test_one_that_was_not_trained_says_why(self, make_store: MakeStore) -> None:
+        store = open_store(str(make_store()))
+        equal, failed = (printed(show_trajectory(store, group, 0)) for group in (11, 12))
+        assert "retired with the decision of step 11 as no_signal: its rewards were all equal" in equal
+        assert "retired with the decision of step 11 as error: too few of its trajectories ended without" in failed
+        (Path(store.root) / "batches" / "000000011.json").unlink()
+        assert "its group is not decided yet" in printed(show_trajectory(store, 11, 0))
+
     def test_an_absent_one_is_answered_with_what_there_is(self, make_store: MakeStore) -> None:
         store = open_store(str(make_store()))
         with pytest.raises(ConfigError, match=r"no committed sample 9.*\[0, 1, 2, 3\]"):
@@ -146,8 +157,12 @@ class TestOneTrajectory:
 
 
 def printed(view: TrajectoryView) -> str:
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(trajectory(view))
+    return shown(trajectory(view))
+
+
+def shown(what: object) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(what)
     return console.export_text()
 
 
@@ -200,6 +215,25 @@ class TestTheWholeRun:
         assert result.statuses == {"ok": 48, "reward_timeout": 4}
         assert result.last is not None and result.last.step == 11
 
+    @pytest.mark.parametrize(
+        ("state", "reason", "told"),
+        [
+            ("done", "12 steps are trained (run.max_steps)", "done at 2026-11-29 20:00:00 UTC: 12 steps are trained"),
+            ("stopped", "stopped by a signal", "stopped by a signal; the same command resumes it"),
+            ("failed", "disk is full at /x\n  line", "failed at 2026-11-29 20:00:00 UTC: disk is full at /x; the same"),
+        ],
+    )
+    async def test_status_after_the_end_says_how_it_ended(
+        self, make_store: MakeStore, state: Any, reason: str, told: str
+    ) -> None:
+        store = open_store(str(make_store()))
+        await write_ending(store.storage, Ending(state=state, reason=reason, at_us=1_795_982_400_000_000))
+        text = shown(status(await asyncio.to_thread(run_status, store, [])))
+        assert f"step 12/12, {state}" in text and told in text
+        await forget_ending(store.storage)
+        text = shown(status(await asyncio.to_thread(run_status, store, [])))
+        assert "not running" in text and "its `laminar run` was killed, or works where" in text
+
     def test_what_was_dropped_is_counted_and_reported_by_length(self, make_store: MakeStore) -> None:
         """Case 30: prompts dropped were mostly the long ones; drops are counted, and reported by length."""
         result = collect(open_store(str(make_store())), state="done")
@@ -212,10 +246,12 @@ class TestTheWholeRun:
         text = summary(result)
         assert "1 retired, no_signal (4 trajectories, mean" in text
         assert "reward      first 5 steps 0.200, last 10 steps 0.425" in text
-        assert "laminar plot" in text
+        assert "laminar plot" in text and "laminar experience ls" in text
 
     def test_a_run_that_ended_before_its_first_step_has_a_summary(self, make_store: MakeStore) -> None:
         """Case 20 and 47: nothing was trained; the end is clean and says so."""
         text = summary(collect(open_store(str(make_store(tables=False))), state="failed", reason="no reward"))
         assert "failed after 0 of 12 steps: no reward" in text
         assert "reward      none" in text and "groups      none was consumed" in text
+        assert "laminar plot" not in text and "laminar experience" not in text, "they would have nothing to show"
+        assert "laminar audit" in text

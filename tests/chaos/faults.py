@@ -55,6 +55,12 @@ def overcome(seen: Observer, kind: str, victim: str) -> Callable[[], bool]:
     return lambda: replaced() and goes_on[kind]()
 
 
+def next_step(run: RealRun, seen: Observer) -> float:
+    """Seconds until a further step is trained that was not under way."""
+    step = seen.step()
+    return run.until(lambda: seen.step() > step + 1, f"step {step + 2}")
+
+
 class Etcds:
     """An etcd, or a cluster of several, that the test keeps beside the run. `also`: a further address to listen at."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,7 +62,7 @@ class RealRun:
         etcd is seen from then on."""
         self.start()
         if not self.endpoints:
-            self.until(lambda: bool(self.run_endpoint()), "the run's etcd serves")
+            self.until(lambda: _listens(self.run_endpoint()), "the run's etcd serves")
         seen = self.observe()
         self.until(lambda: bool(seen.workers("relay")), "the first worker has joined")
         for kind in by_hand:
@@ -277,6 +278,15 @@ class Stopped:
     def wake(self) -> None:
         if psutil.pid_exists(self.pid):
             os.kill(self.pid, signal.SIGCONT)
+
+
+def _listens(endpoint: str) -> bool:
+    """Not so for the address that a killed run has left behind."""
+    host, _, port = endpoint.rpartition(":")
+    if not port:
+        return False
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def _safely(check: Callable[[psutil.Process], bool], process: psutil.Process) -> bool:

@@ -19,11 +19,11 @@ from faults import (
     Etcds,
     SmallDisk,
     flip_bit,
+    next_step,
     overcome,
     tear_end,
     zero_page,
 )
-from observer import Observer
 from real_run import RealRun
 from recording import Recorder
 
@@ -61,12 +61,6 @@ def network() -> Iterator[CutNetwork]:
     one = CutNetwork()
     yield one
     one.close()
-
-
-def next_step(run: RealRun, seen: Observer) -> float:
-    """Seconds until a further step is trained that was not under way."""
-    step = seen.step()
-    return run.until(lambda: seen.step() > step + 1, f"step {step + 2}")
 
 
 def test_the_leader_of_a_cluster_dies_and_comes_back(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from faults import next_step, overcome, victim_of
+from real_run import RealRun
+from recording import Recorder
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
-MakeRun = Callable[..., Any]
-"""Makes a `RealRun` of conftest.py."""
+MakeRun = Callable[..., RealRun]
 
 
 def test_an_undisturbed_run_ends_sound(real_run: MakeRun) -> None:
@@ -24,31 +26,37 @@ def test_an_undisturbed_run_ends_sound(real_run: MakeRun) -> None:
     run.assert_sound()
 
 
-@pytest.mark.parametrize("kind", ["rollout", "trainer", "relay", "committer", "etcd"])
-def test_kill_9_of_any_process_is_recovered(real_run: MakeRun, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["rollout", "trainer", "relay", "committer"])
+def test_kill_9_of_any_process_is_recovered(real_run: MakeRun, recorder: Recorder, kind: str) -> None:
     """Cases 22 and 31: kill with trajectories in flight; all drawn groups are trained or retired once."""
     run = real_run()
-    run.start()
-    run.until(lambda: run.step() >= 3, "step 3")
-    assert run.kill(kind)
-    assert run.wait() == 0, run.story()
-    run.assert_nothing_left()
-    run.assert_sound()
+    seen = run.begin(step=3)
+    victim = victim_of(run, seen, kind)
+    recovered, pid = overcome(seen, kind, victim), seen.workers(kind)[victim].pid
+    os.kill(pid, signal.SIGKILL)
+    recorder.fault(f"{kind} killed", run.until(recovered, f"the work of {victim} goes on without it"))
+    run.assert_ended_well()
 
 
-def test_ten_random_kills_lose_nothing(real_run: MakeRun, chance: random.Random) -> None:
+def test_kill_9_of_etcd_is_recovered(real_run: MakeRun, recorder: Recorder) -> None:
+    run = real_run()
+    seen = run.begin(step=3)
+    assert run.kill("etcd")
+    recorder.fault("etcd killed", next_step(run, seen))
+    run.assert_ended_well()
+
+
+def test_ten_random_kills_lose_nothing(real_run: MakeRun, chance: random.Random, recorder: Recorder) -> None:
     run = real_run("run.max_steps=25", "rollout.workers=2")
-    run.start()
-    run.until(lambda: run.step() >= 1, "step 1")
+    seen = run.begin(step=1)
     killed = 0
     kinds = ["trainer", "rollout", "relay", "etcd", "rollout"]
     while killed < 10 and run.process is not None and run.process.poll() is None:
         time.sleep(chance.uniform(0.5, 4.0))
         killed += run.kill(kinds[killed % len(kinds)])
     assert killed == 10, f"the run ended after {killed} kills:\n{run.story()}"
-    assert run.wait() == 0, run.story()
-    run.assert_nothing_left()
-    run.assert_sound()
+    recorder.fault("ten random kills", next_step(run, seen), faults=killed)
+    run.assert_ended_well()
 
 
 def test_ctrl_c_and_the_same_command_again(real_run: MakeRun) -> None:
@@ -67,7 +75,7 @@ def test_ctrl_c_and_the_same_command_again(real_run: MakeRun) -> None:
     assert "done after 12 of 12 steps" in run.text()
 
 
-def test_kill_9_of_the_supervisor_leaves_no_process_and_resumes(real_run: MakeRun) -> None:
+def test_kill_9_of_the_supervisor_leaves_no_process_and_resumes(real_run: MakeRun, recorder: Recorder) -> None:
     run = real_run()
     run.start()
     run.until(lambda: run.step() >= 3, "step 3")
@@ -76,9 +84,10 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_resumes(real_run: MakeRu
     run.process.kill()
     run.wait(10)
     run.assert_nothing_left()
-    run.start()
-    assert run.wait() == 0, run.story()
-    run.assert_sound()
+    started = time.monotonic()
+    run.begin(step=4)
+    recorder.fault("supervisor killed", time.monotonic() - started)
+    run.assert_ended_well()
 
 
 def test_a_done_run_says_so_and_can_be_given_more_steps(real_run: MakeRun) -> None:

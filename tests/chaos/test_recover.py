@@ -106,3 +106,15 @@ def test_an_etcd_that_comes_back_from_an_old_copy_is_refused_and_rebuilt(real_ru
     run.start()
     run.assert_ended_well()
     published_once(run.store)
+
+
+def test_a_run_at_work_is_fenced_out_and_goes_on_in_the_new_generation(real_run: MakeRun) -> None:
+    run = real_run("run.max_steps=8")
+    run.start()
+    run.until(lambda: run.step() >= 2, "step 2")
+    refused = recover(run)
+    assert refused.returncode == 2 and "is at work" in refused.stderr and "--force" in refused.stderr
+    forced = recover(run, "--force")
+    assert forced.returncode == 0 and "generation 2" in forced.stdout, forced.stdout + forced.stderr
+    run.assert_ended_well()
+    published_once(run.store)

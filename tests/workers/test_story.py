@@ -1,0 +1,81 @@
+"""What a person is told of a run on the console: also while etcd is away, and without a flood."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+from rich.console import Console
+
+from laminar.buffer.records import TrainerHead, TrainerProgress
+from laminar.workers.display import Display
+from laminar.workers.status import LiveStatus
+from laminar.workers.story import EventHandler, Story
+
+
+class Told:
+    """A story on a plain display; `lines()` is what was printed since the last look."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.file = io.StringIO()
+        self.story = Story("a-run", 10, lambda: self.at)
+        self.story.display = Display(plain=True, console=Console(file=self.file, width=80))
+
+    def lines(self) -> list[str]:
+        text = self.file.getvalue()
+        self.file.seek(0)
+        self.file.truncate()
+        return text.splitlines()
+
+
+def live(step: int, rewards: dict[int, float | None]) -> LiveStatus:
+    head = TrainerHead(step=step, decided=step, checkpoint=0, consumed_groups=0, state="running")
+    progress = TrainerProgress(step=step, activity="", metrics={}, rewards=rewards)
+    return LiveStatus("a-run", 1, head, None, 0, {}, 0, {}, {}, (), progress)
+
+
+def test_while_etcd_is_away_it_is_told_once_then_now_and_then_then_its_end() -> None:
+    told = Told()
+    told.story.show(live(1, {0: 0.5}))
+    assert [line.split(" | ")[:2] for line in told.lines()] == [["step 1/10", "reward 0.500"]]
+    for second in range(40):
+        told.at = float(second)
+        told.story.away("connection refused")
+    lines = [line for line in told.lines() if not line.startswith("step ")]
+    assert lines == [
+        "etcd does not answer, the run waits for it: connection refused",
+        "etcd does not answer for 30 s now, the run waits for it: connection refused",
+    ]
+    assert told.story.etcd_was_away
+    told.at = 41.0
+    told.story.show(live(2, {0: 0.5, 1: 0.7}))
+    lines = told.lines()
+    assert lines[0] == "etcd answers again, after 41 s"
+    assert lines[1].startswith("step 2/10 | reward 0.700 | mean10 0.600 |")
+    assert told.story.etcd_was_away, "a worker that dies of it now is not to blame"
+    told.at = 70.0
+    assert not told.story.etcd_was_away
+
+
+def test_an_event_is_one_line_and_old_ones_are_let_go() -> None:
+    told = Told()
+    told.story.event("two\n\n  lines")
+    told.story.refresh()
+    assert told.lines()[0] == "two lines"
+    for number in range(1000):
+        told.story.event(f"event {number}")
+    told.story.refresh()
+    assert len(told.story.events) == 100 and told.lines()[-1] == "event 999"
+
+
+def test_warnings_of_the_supervisor_itself_become_events() -> None:
+    told = Told()
+    logger = logging.getLogger("laminar.workers.etcd_process")
+    handler = EventHandler(told.story)
+    logger.addHandler(handler)
+    try:
+        logger.warning("etcd (pid %d) did not stop", 7)
+    finally:
+        logger.removeHandler(handler)
+    assert [event.text for event in told.story.events] == ["etcd (pid 7) did not stop"]

@@ -21,13 +21,19 @@ from laminar.clock import Clock
 from laminar.config import Config
 from laminar.errors import EngineError, EnvironmentFailure
 from laminar.workers.conversation import Conversation
-from laminar.workers.engines.base import Engine
+from laminar.workers.engines.base import Engine, EngineFinish
 from laminar.workers.environments.base import Prompt, Score, Transcript
 from laminar.workers.environments.host import EnvironmentHost
 from laminar.workers.outbox import Flusher
+from laminar.workers.silence import Silence
 from laminar.workers.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
+
+SILENT_S = 300.0
+"""A request without a token for so long, in an engine where none waits for room, is taken for lost."""
+MAX_LOST = 3
+"""Requests that may be lost one after another, without a token between them, before the engine is given up."""
 
 
 @dataclass(frozen=True)
@@ -120,24 +126,46 @@ class Generation:
         return min(room, self.config.sampling.max_tokens - t.policy_tokens)
 
     async def _generate(self, t: Trajectory) -> None:
-        budget = self._budget(t)
-        if budget <= 0:
-            t.generation_ended("length", self.clock.now_us())
-            return
+        """Generate until the turn has an end. A request that is lost in the engine is issued again."""
+        number = lost = 0
+        while t.turn_state == "generating":
+            if (end := self._known_end(t)) is not None:
+                t.generation_ended(end, self.clock.now_us())
+                return
+            before = len(t.token_ids)
+            try:
+                await self._request(t, number)
+            except TimeoutError as e:
+                number, lost = number + 1, 1 if len(t.token_ids) > before else lost + 1
+                silence = f"trajectory {t.name}: no token for {SILENT_S:.0f} s, {len(t.token_ids)} are there"
+                if lost >= MAX_LOST:
+                    raise EngineError(f"{silence}; {lost} requests in a row were lost (limit {MAX_LOST})") from e
+                log.warning("%s; its request is issued again", silence)
+
+    def _known_end(self, t: Trajectory) -> EngineFinish | None:
+        """The end of the turn as its tokens tell it, whatever the engine has said of it."""
+        if t.policy_mask[-1:] == [True] and t.token_ids[-1] in self.stop_token_ids:
+            return "stop"
+        return "length" if self._budget(t) <= 0 else None
+
+    async def _request(self, t: Trajectory, number: int) -> None:
+        """One request for what is left of the turn. Raises TimeoutError when nothing more comes of it."""
         reason: str | None = None
-        async for chunk in self.engine.generate(
-            f"{t.name}-{t.held.claim.term}-{t.turn}",
-            [*t.prompt_ids, *t.token_ids],
-            max_tokens=budget,
-            temperature=self.config.sampling.temperature,
-            stop_token_ids=self.stop_token_ids,
-        ):
-            t.policy_wrote(chunk.token_ids, chunk.logprobs, self.clock.now_us())
-            reason = chunk.finish_reason
-            if reason in ("stop", "length"):
-                # In the same breath as the last tokens: a flush that found them alone would have a new owner go on
-                # after the end.
-                t.generation_ended(reason, self.clock.now_us())
+        async with Silence(SILENT_S, lambda: self.engine.load_report().waiting > 0) as silence:
+            async for chunk in self.engine.generate(
+                f"{t.name}-{t.held.claim.term}-{t.turn}" + (f"-{number}" if number else ""),
+                [*t.prompt_ids, *t.token_ids],
+                max_tokens=self._budget(t),
+                temperature=self.config.sampling.temperature,
+                stop_token_ids=self.stop_token_ids,
+            ):
+                silence.heard()
+                t.policy_wrote(chunk.token_ids, chunk.logprobs, self.clock.now_us())
+                reason = chunk.finish_reason
+                if reason in ("stop", "length"):
+                    # In the same breath as the last tokens: a flush that found them alone would have a new owner go
+                    # on after the end.
+                    t.generation_ended(reason, self.clock.now_us())
         if reason not in ("stop", "length"):
             # Nobody here aborts a request whose task goes on: the claim is still ours, so it must not be forgotten.
             raise EngineError(f"trajectory {t.name}: the engine ended its request with {reason!r}")

@@ -19,8 +19,9 @@ from laminar.buffer.storage import MemoryStorage
 from laminar.clock import Clock
 from laminar.config import config_from
 from laminar.errors import EngineError, EnvironmentFailure, Fenced
+from laminar.workers import generation
 from laminar.workers.conversation import Conversation
-from laminar.workers.engines.base import Chunk, EngineFinish
+from laminar.workers.engines.base import Chunk, EngineFinish, EngineLoad
 from laminar.workers.environments.base import Prompt, Score, Transcript, Turn
 from laminar.workers.generation import Generation, Lost, Where
 from laminar.workers.learning.tiny import make_tokenizer
@@ -41,12 +42,20 @@ class Engine:
         self.turns = list(turns)
         self.requests: list[dict[str, Any]] = []
         self.before_it_ends: Callable[[], Awaitable[None]] | None = None
+        self.lost: set[int] = set()
+        self.load = EngineLoad(1, 0, 0)
+        self.version = 3
+
+    def load_report(self) -> EngineLoad:
+        return self.load
 
     async def generate(self, request_id: str, token_ids: Sequence[int], **asked: Any) -> AsyncIterator[Chunk]:
         self.requests.append({"id": request_id, "tokens": list(token_ids), **asked})
         for text, finish in self.turns[len(self.requests) - 1]:
             ids = self.encode(text)
             yield Chunk(ids, [-0.5] * len(ids), finish)
+        if len(self.requests) - 1 in self.lost:
+            await asyncio.Event().wait()
         if self.before_it_ends:
             await self.before_it_ends()
 
@@ -368,3 +377,65 @@ async def test_a_request_that_the_engine_gave_up_is_not_taken_for_an_end(
     with pytest.raises(EngineError, match="000000000000-000: the engine ended its request with"):
         await stage.run(stage.engine([("cb", finish)]), Host())
     assert stage.t.turn_state == "generating" and stage.t.token_ids == stage.encode("cb")
+
+
+# -- what an engine loses ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "SILENT_S", 0.05)
+
+
+async def test_a_request_that_is_lost_in_the_engine_is_issued_again(
+    stage: Stage, impatient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Case 15: the completion of one request never comes: a deadline passes, the log names the trajectory, and it is
+    issued again, from the last token that came."""
+    engine = stage.engine([("c", None)], [("ba" + stage.end, "stop")])
+    engine.lost = {0}
+    finished = await stage.run(engine, Host())
+    assert finished.text == "cba" and finished.status == "ok"
+    first, second = engine.requests
+    assert second["tokens"] == first["tokens"] + stage.encode("c") and second["id"] != first["id"]
+    assert second["max_tokens"] == first["max_tokens"] - 1
+    assert "trajectory 000000000000-000: no token for" in caplog.text
+
+
+@pytest.mark.parametrize(("last", "budget", "reason"), [("ba", 3, "length"), ("b", 20, "stop")])
+async def test_an_end_that_the_engine_did_not_tell_is_read_from_the_tokens(
+    stage: Stage, impatient: None, last: str, budget: int, reason: str
+) -> None:
+    """Case 15, where only the end was lost: nobody generates past it."""
+    engine = stage.engine([("c" + last + (stage.end if reason == "stop" else ""), None)])
+    engine.lost = {0}
+    finished = await stage.run(engine, Host(), max_tokens=budget)
+    assert (finished.finish_reason, len(engine.requests)) == (reason, 1)
+
+
+async def test_an_engine_that_loses_every_request_is_given_up(stage: Stage, impatient: None) -> None:
+    engine = stage.engine([], [], [])
+    engine.lost = {0, 1, 2}
+    with pytest.raises(EngineError, match=r"000000000000-000.* 3 requests in a row were lost"):
+        await stage.run(engine, Host())
+
+
+async def test_a_request_that_waits_for_room_is_not_lost(stage: Stage, impatient: None) -> None:
+    engine = stage.engine([("cba" + stage.end, "stop")])
+    engine.load = EngineLoad(1, 1, 0)
+    engine.before_it_ends = lambda: asyncio.sleep(0.2)
+    await stage.run(engine, Host())
+    assert len(engine.requests) == 1
+
+
+async def test_a_span_carries_the_version_at_dispatch(stage: Stage) -> None:
+    """Case 1: the version is bumped while it generates: the span carries the one at dispatch, not one read afterwards."""
+    engine = stage.engine([("cb", None), ("a" + stage.end, "stop")])
+
+    async def bumped() -> None:
+        engine.version = 4
+
+    engine.before_it_ends = bumped
+    finished = await stage.run(engine, Host())
+    assert [(s.start, s.version, s.digest) for s in finished.partial.spans] == [(0, 3, "d3")]
+    assert finished.row()["version"] == 3

@@ -390,5 +390,8 @@ class VllmEngine:
             # The last step's figures stay as they were when the last request is aborted.
             return EngineLoad(0, 0, 0)
         running = min(int(self._steps.get("running", 0)), len(self._live))
+        # Not simply the rest: a request that the scheduler has lost waits for nothing.
+        new = sum(live.since > self._steps.get("at", 0.0) for live in self._live.values())
+        waiting = min(int(self._steps.get("waiting", 0)) + new, len(self._live) - running)
         used = round(self._steps.get("kv_usage", 0.0) * self._capacity.kv_tokens)
-        return EngineLoad(running, len(self._live) - running, used)
+        return EngineLoad(running, waiting, used)

@@ -55,6 +55,7 @@ def step_recorder(steps: dict[str, float], loop: asyncio.AbstractEventLoop) -> t
             steps["at"] = loop.time()
             if scheduler_stats is not None:
                 steps["running"] = scheduler_stats.num_running_reqs
+                steps["waiting"] = scheduler_stats.num_waiting_reqs
                 steps["kv_usage"] = scheduler_stats.kv_cache_usage
 
         def log_engine_initialized(self) -> None:

@@ -429,7 +429,7 @@ async def test_a_request_that_waits_for_room_is_not_lost(stage: Stage, impatient
 
 
 async def test_a_span_carries_the_version_at_dispatch(stage: Stage) -> None:
-    """Case 1: the version is bumped while it generates: the span carries the one at dispatch, not one read afterwards."""
+    """Case 1: the version is bumped meanwhile: the span carries the one at dispatch, not one read afterwards."""
     engine = stage.engine([("cb", None), ("a" + stage.end, "stop")])
 
     async def bumped() -> None:

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from laminar.errors import WeightsError
 from laminar.relay.chain import Candidate
@@ -174,14 +175,15 @@ class Transfer:
         for effect in effects:
             match effect:
                 case Ask():
-                    self._start(effect.relay, self._ask(effect))
+                    self._start(effect.relay, partial(self._ask, effect))
                 case Leave():
                     self._leave(effect.relay)
                 case Reserve():
                     self._reserving = asyncio.create_task(self._reserve(effect.header))
                 case Fetch():
                     peer = self._peers[effect.relay]
-                    peer.task = asyncio.create_task(self._guarded(effect.relay, self._fetch(effect.relay, peer)))
+                    fetch = partial(self._fetch, effect.relay, peer)
+                    peer.task = asyncio.create_task(self._guarded(effect.relay, fetch))
                 case Done():
                     if not self._ended.done():
                         self._ended.set_result(effect.reason)
@@ -197,7 +199,7 @@ class Transfer:
     def _tick(self) -> None:
         self._do(self.pull.tick(self._now()))
 
-    def _start(self, relay: str, work: Awaitable[None]) -> None:
+    def _start(self, relay: str, work: Callable[[], Awaitable[None]]) -> None:
         self._peers[relay] = _Peer(asyncio.create_task(self._guarded(relay, work)))
 
     def _leave(self, relay: str) -> None:
@@ -215,10 +217,10 @@ class Transfer:
         for link in peer.links:
             await link.close()
 
-    async def _guarded(self, relay: str, work: Awaitable[None]) -> None:
+    async def _guarded(self, relay: str, work: Callable[[], Awaitable[None]]) -> None:
         """What goes wrong with a peer is an event."""
         try:
-            await work
+            await work()
         except WeightsError as e:
             self._failed(relay, str(e))
         except ExceptionGroup as group:

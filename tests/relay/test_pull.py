@@ -115,7 +115,8 @@ def test_a_new_epoch_forgets_old_refusals() -> None:
 def test_a_peer_that_left_the_chain_is_left_and_one_that_sends_is_kept_wherever_it_stands() -> None:
     pull = receiving("master", "before")
     assert pull.see(candidates(["master", "me", "before"], "me"), 1.0) == []
-    assert pull.see(candidates(["master", "me"], "me"), 2.0) == [Leave("before"), Ask("master", (NAME,), held_only=False)]
+    effects = pull.see(candidates(["master", "me"], "me"), 2.0)
+    assert effects == [Leave("before"), Ask("master", (NAME,), held_only=False)]
 
 
 def test_a_peer_that_moved_behind_us_and_sends_nothing_is_left() -> None:

@@ -1,0 +1,141 @@
+"""One relay of a chain as a process, without etcd: told by lines of JSON what etcd would say, it tells what it holds.
+
+    in   {"view": {"epoch": 1, "order": […], "endpoints": {name: HOST:PORT}, "master": name}}
+         {"publish": {"version": 1, "bytes": n}}     random bytes by the version, as a trainer on this host would
+         {"announce": [version, digest]}
+    out  {"endpoint": HOST:PORT}   {"published": [version, digest]}   {"quarter": version}, once a quarter has come
+         {"held": version, "at": s, "hop": {…}}
+
+`at` is CLOCK_MONOTONIC, one clock for all processes of a machine. Used by `relay.py` and by tests that kill relays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from laminar.relay.chunks import ChunkSet, Piece
+from laminar.relay.follower import ChainView, Follower, Peer
+from laminar.relay.holdings import Holdings
+from laminar.relay.layout import Layout
+from laminar.relay.receiving import Source
+from laminar.relay.transfer import Tuning
+from laminar.relay.transport.base import ChunkSource, PullRequest, VersionName
+from laminar.relay.transport.tcp import TcpTransport
+
+
+class Slow:
+    """A source that gives one piece each `seconds`, so that a test meets a broadcast half-way."""
+
+    def __init__(self, source: Source, seconds: float) -> None:
+        self.source, self.seconds = source, seconds
+        self.header, self.arena, self.close = source.header, source.arena, source.close
+
+    async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
+        await asyncio.sleep(self.seconds)
+        return await self.source.ready(wanted, grain)
+
+
+class Node:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.name = arguments.name
+        self.holdings = Holdings(chunk_bytes=arguments.chunk_kib << 10, retain=1, threads=1)
+        self.transport = TcpTransport(
+            secret=b"a secret for benchmarks and tests", run="demo", relay=self.name, bind=arguments.bind
+        )
+        grain = max(1, arguments.piece_kib // arguments.chunk_kib) if arguments.piece_kib else 0
+        tuning = Tuning(streams=arguments.streams, grain=grain, rate=arguments.rate)
+        self.follower = Follower(self.holdings, {"tcp": self.transport}, self.name, "here", tuning=tuning)
+        self.slow_s = arguments.slow_ms / 1e3
+
+    async def find(self, request: PullRequest) -> ChunkSource:
+        source = await self.holdings.find(request)
+        return Slow(source, self.slow_s) if self.slow_s else source
+
+    async def run(self) -> None:
+        await self.holdings.start()
+        tell(endpoint=await self.transport.listen(self.find))
+        tasks = [asyncio.create_task(work) for work in (self.follower.run(), self.report(), self.report_quarters())]
+        reader = asyncio.StreamReader(limit=1 << 24)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            for command, value in json.loads(line).items():
+                await getattr(self, command)(value)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.transport.close()
+        await self.holdings.stop()
+
+    async def view(self, value: dict[str, Any]) -> None:
+        peers = {name: Peer("here", {"tcp": endpoint}) for name, endpoint in value["endpoints"].items()}
+        self.follower.see(ChainView(value["epoch"], tuple(value["order"]), peers, value["master"]))
+
+    async def publish(self, value: dict[str, int]) -> None:
+        layout = Layout.from_tensors({"w": ("uint8", (value["bytes"],))})
+        arena = await self.holdings.reserve(layout)
+        if arena is None:
+            raise RuntimeError("no arena is free; is memory short?")
+        with arena.buffer(layout.total_bytes) as buffer:
+            # One random block, written at shifting places: cheap, and no two chunks are alike.
+            block = random.Random(value["version"]).randbytes(1 << 16)
+            for start in range(0, len(buffer), 1 << 16):
+                shift = start // 65536 % 65536
+                buffer[start : start + 65536] = (block[shift:] + block[:shift])[: len(buffer) - start]
+        info = await self.holdings.seal(arena, layout, value["version"])
+        tell(published=[value["version"], info.digest])
+
+    async def announce(self, value: list[Any]) -> None:
+        self.follower.published([VersionName(value[0], value[1])])
+
+    async def report(self) -> None:
+        seen = -1
+        while True:
+            info = await self.holdings.wait(seen, 3600)
+            if info is None:
+                continue
+            seen = info.version
+            at = time.monotonic()
+            await asyncio.sleep(0)
+            hop = self.follower.hops[-1] if self.follower.hops else None
+            tell(held=seen, at=at, hop={**asdict(hop), "name": str(hop.name)} if hop else None)
+
+    async def report_quarters(self) -> None:
+        told = -1
+        while True:
+            await asyncio.sleep(0.02)
+            pull = self.follower.receiving.pull if self.follower.receiving else None
+            if pull is None or pull.header is None or pull.missing is None or pull.header.name.version == told:
+                continue
+            if len(pull.missing) <= 0.75 * pull.header.chunks:
+                told = pull.header.name.version
+                tell(quarter=told)
+
+
+def tell(**what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("name")
+    parser.add_argument("--bind", default="127.0.0.1")
+    parser.add_argument("--chunk-kib", type=int, default=1024)
+    parser.add_argument("--piece-kib", type=int, default=0, help="0: computed from the chain's length")
+    parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")
+    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=1e9, help="what the first transfer takes the links for, bytes/s")
+    logging.basicConfig(level="WARNING", stream=sys.stderr)
+    asyncio.run(Node(parser.parse_args()).run())
+
+
+if __name__ == "__main__":
+    main()

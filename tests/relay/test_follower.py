@@ -1,0 +1,251 @@
+"""A chain of relays over loopback: who gets what from whom, and what becomes of it when relays die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from laminar.errors import WeightsError
+from laminar.relay.follower import ChainView, Peer
+from laminar.relay.transport.base import VersionName
+
+Chain = Any
+"""`conftest.Chain`, which pytest loads by its path."""
+Node = Any
+CHUNKS = 48
+
+
+async def of(chain: Chain, count: int, *, slow_s: float = 0.0) -> list[Node]:
+    for i in range(count):
+        await chain.add(f"r{i}")
+    chain.nodes[0].slow_s = slow_s
+    chain.plan(chain.nodes[0])
+    return list(chain.nodes)
+
+
+def pieces_of(node: Node) -> int:
+    transfer = node.follower.receiving
+    missing = transfer.pull.missing if transfer else None
+    return 0 if missing is None else CHUNKS - len(missing)
+
+
+async def half_way(chain: Chain, *nodes: Node) -> None:
+    await chain.until(lambda: all(pieces_of(n) > CHUNKS // 4 for n in nodes), "a quarter of the broadcast")
+
+
+def sound(chain: Chain, name: VersionName, source: bytes) -> None:
+    assert all(node.bytes_of(name) == source for node in chain.nodes)
+
+
+async def test_each_relay_gets_a_version_from_the_one_before(chain: Chain) -> None:
+    nodes = await of(chain, 4)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    sound(chain, name, nodes[0].bytes_of(name))
+    assert [node.follower.hops[-1].peers for node in nodes[1:]] == [("r0",), ("r1",), ("r2",)]
+
+
+async def test_a_version_flows_through_relays_that_do_not_have_all_of_it(chain: Chain) -> None:
+    nodes = await of(chain, 4, slow_s=0.01)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await half_way(chain, nodes[3])
+    assert not nodes[1].holdings.has(name), "the second passes on what it has"
+    await chain.until_all_hold(name)
+
+
+async def test_the_trainer_may_publish_at_any_relay(chain: Chain) -> None:
+    nodes = await of(chain, 3)
+    name = await nodes[2].publish(1)
+    chain.plan(nodes[2])
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    assert nodes[0].follower.hops[-1].peers == ("r2",) and nodes[1].follower.hops[-1].peers == ("r0",)
+
+
+@pytest.mark.parametrize("victims", [(1,), (2,), (3,), (1, 2), (1, 3)], ids=str)
+async def test_relays_that_die_within_a_broadcast_are_gone_round_at_once(
+    chain: Chain, victims: tuple[int, ...]
+) -> None:
+    """No new epoch is needed: the broken connection says it."""
+    nodes = await of(chain, 5, slow_s=0.01)
+    name = await nodes[0].publish(1)
+    source = nodes[0].bytes_of(name)
+    chain.announce(name)
+    await half_way(chain, *nodes[1:])
+    kept = {node.name: pieces_of(node) for node in nodes}
+    await chain.kill(*(nodes[i] for i in victims))
+    await chain.until_all_hold(name)
+    sound(chain, name, source)
+    repairs = [repair for node in chain.nodes[1:] for repair in node.follower.hops[-1].repairs]
+    assert all(repair.seconds < 1.0 for repair in repairs)
+    assert bool(repairs) == (victims != (4,)) and all(kept[node.name] > 0 for node in chain.nodes[1:])
+
+
+async def test_the_masters_death_before_anybody_has_all_leaves_what_came_and_the_next_master_sends_the_rest(
+    chain: Chain,
+) -> None:
+    nodes = await of(chain, 3, slow_s=0.01)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await half_way(chain, nodes[2])
+    await chain.kill(nodes[0])
+    had = pieces_of(nodes[1])
+    assert 0 < had < CHUNKS
+    chain.plan()
+    await asyncio.sleep(0.3)
+    assert not nodes[1].holdings.has(name) and pieces_of(nodes[1]) >= had, "complete or absent, and nothing is lost"
+    again = await chain.add("r0-restarted")
+    assert await again.publish(1) == name, "the trainer offers the same bytes again"
+    chain.plan(again)
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    sound(chain, name, again.bytes_of(name))
+    assert nodes[1].follower.hops[-1].peers == ("r0", "r0-restarted")
+
+
+async def test_the_masters_death_after_the_second_has_all_is_no_loss(chain: Chain) -> None:
+    nodes = await of(chain, 3)
+    nodes[1].slow_s = 0.01
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await chain.until(lambda: nodes[1].holdings.has(name), "the second has it")
+    await chain.kill(nodes[0])
+    await chain.until_all_hold(name)
+
+
+async def test_a_frozen_relay_is_noticed_by_its_silence_and_only_by_the_one_after_it(chain: Chain) -> None:
+    nodes = await of(chain, 4, slow_s=0.02)
+    valve = await chain.valve(nodes[1])
+    chain.plan()
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await half_way(chain, nodes[3])
+    valve.shut()
+    await chain.until_all_hold(name)
+    assert nodes[2].follower.hops[-1].peers == ("r1", "r0")
+    assert nodes[3].follower.hops[-1].peers == ("r2",), "the relay after it lived and said so"
+
+
+async def test_damaged_bytes_are_not_passed_on_and_come_from_another(chain: Chain) -> None:
+    nodes = await of(chain, 2)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    with nodes[1].holdings.get(1).arena.buffer(64) as buffer:
+        buffer[7] ^= 1
+    late = await chain.add("late")
+    chain.plan()
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    assert late.bytes_of(name) == nodes[0].bytes_of(name)
+    assert late.follower.hops[-1].peers == ("r1", "r0")
+    assert any("chunk 0 of version 1" in error and "other bytes" in error for error in late.holdings.errors)
+
+
+async def test_a_late_joiner_catches_up_from_its_neighbour(chain: Chain) -> None:
+    nodes = await of(chain, 2)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    late = await chain.add("late")
+    chain.plan()
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    assert late.follower.hops[-1].peers == ("r1",)
+
+
+async def test_a_version_under_way_is_finished_before_a_newer_one_is_begun(chain: Chain) -> None:
+    """A link slower than the trainer would else never complete a version."""
+    nodes = await of(chain, 3, slow_s=0.01)
+    first = await nodes[0].publish(1)
+    chain.announce(first)
+    await half_way(chain, nodes[2])
+    for version in (2, 3):
+        newest = await nodes[0].publish(version)
+        chain.announce(newest)
+    await chain.until_all_hold(newest)
+    for node in nodes[1:]:
+        assert [hop.name.version for hop in node.follower.hops] == [1, 3], "and those between are skipped"
+
+
+async def test_a_relay_without_a_free_arena_skips_the_version_and_those_after_it_do_not_wait(chain: Chain) -> None:
+    nodes = await of(chain, 3)
+    arenas = [await nodes[1].holdings.reserve(content_layout()) for _ in range(2)]
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await chain.until(lambda: nodes[2].holdings.has(name), "the third has it")
+    assert nodes[2].follower.hops[-1].peers == ("r0",) and not nodes[1].holdings.has(name)
+    for arena in arenas:
+        nodes[1].holdings.release(arena)
+    await chain.until_all_hold(name)
+
+
+def content_layout() -> Any:
+    from laminar.relay.layout import Layout
+
+    return Layout.from_tensors({"w": ("uint8", (1000,))})
+
+
+async def test_an_older_version_is_fetched_from_whoever_holds_it(chain: Chain) -> None:
+    nodes = await of(chain, 3)
+    old = await nodes[2].publish(1)
+    newest = await nodes[0].publish(5)
+    chain.announce(newest)
+    await chain.until_all_hold(newest)
+    await nodes[1].follower.fetch(old, 5.0)
+    assert nodes[1].bytes_of(old) == nodes[2].bytes_of(old)
+    assert nodes[1].holdings.newest.version == 5
+    with pytest.raises(WeightsError, match=r"version 3 \(000.* could not be fetched"):
+        await nodes[1].follower.fetch(VersionName(3, "0" * 64), 0.3)
+
+
+async def test_a_version_offered_with_other_bits_will_do(chain: Chain) -> None:
+    """A replay drifted and the published bits are nowhere any more."""
+    nodes = await of(chain, 2)
+    lost = VersionName(4, "0" * 64)
+    offered = await nodes[0].publish(4)
+    chain.announce(lost)
+    await asyncio.sleep(0.1)
+    assert not nodes[1].holdings.has(offered)
+    chain.announce(lost, offered)
+    await chain.until(lambda: nodes[1].holdings.has(offered), "the offered bits came")
+
+
+async def test_a_relay_that_listens_for_its_own_host_only_is_named(chain: Chain) -> None:
+    (node,) = await of(chain, 1)
+    far = Peer("elsewhere", {"tcp": "127.0.0.1:7000"})
+    node.follower.see(ChainView(9, ("far", "r0"), {"far": far}, "far"))
+    node.follower.published([VersionName(1, "0" * 64)])
+    await chain.until(lambda: bool(node.holdings.errors), "an error")
+    assert "relay far on elsewhere listens for its own host only" in node.holdings.errors[-1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whoever_dies_whenever_the_rest_has_the_right_bytes(chain: Chain, seed: int) -> None:
+    """Random deaths, joins and publishes; the trainer's relay lives."""
+    rng = random.Random(seed)
+    nodes = await of(chain, 5, slow_s=0.003)
+    for version in range(1, 5):
+        name = await nodes[0].publish(version)
+        source = nodes[0].bytes_of(name)
+        chain.announce(name)
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(rng.uniform(0, 0.1))
+            others = [node for node in chain.nodes if node is not nodes[0]]
+            if rng.random() < 0.6 and len(others) > 1:
+                await chain.kill(*rng.sample(others, rng.choice([1, 1, 2]) if len(others) > 2 else 1))
+            else:
+                await chain.add(f"j{version}-{rng.randrange(1000)}")
+                rng.shuffle(chain.nodes)
+            if rng.random() < 0.7:
+                chain.plan()
+                chain.announce(name)
+        chain.plan()
+        chain.announce(name)
+        await chain.until_all_hold(name)
+        sound(chain, name, source)

@@ -100,7 +100,14 @@ class FsspecStorage:
         return data
 
     async def exists(self, path: str) -> bool:
-        return await self._run("look for", path, lambda key: bool(self._fs.isfile(key)))
+        def look(key: str) -> bool:
+            # Not `isfile`, which takes a service that does not answer for a file that is not there.
+            try:
+                return bool(self._fs.info(key)["type"] == "file")
+            except FileNotFoundError:
+                return False
+
+        return await self._run("look for", path, look)
 
     async def list(self, prefix: str, *, temporary: bool = False) -> list[FileInfo]:
         def find(key: str) -> list[FileInfo]:

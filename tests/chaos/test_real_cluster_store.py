@@ -90,7 +90,8 @@ def test_a_rollout_is_killed_and_nothing_is_lost(
         run.wait()
     audited = laminar(tmp_path, "audit", "tiny")
     assert audited.returncode == 0 and "all invariants hold" in audited.stdout, audited.stdout + audited.stderr
-    assert "step 8/8, done" in laminar(tmp_path, "status", "tiny").stdout
+    status = laminar(tmp_path, "status", "tiny").stdout
+    assert "step 8/8" in status and store in status, status
     counted = laminar(tmp_path, "experience", "sql", "tiny", "select count(*) > 0 as some from experience")
     assert "True" in counted.stdout, counted.stdout + counted.stderr
     assert laminar(tmp_path, "experience", "show", "tiny", "0", "0").returncode == 0

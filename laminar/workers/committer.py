@@ -61,8 +61,11 @@ async def commit_once(committers: Sequence[TableCommitter]) -> tuple[int, list[s
     for committer in committers:
         try:
             rows += await committer.run_once()
-        except (StoreError, CoordinationUnavailable) as e:
+        except StoreError as e:
             failed.append(f"a commit to table {committer.name!r} failed: {e}")
+        except CoordinationUnavailable as e:
+            failed.append(f"a commit to table {committer.name!r} failed: {e}")
+            break  # each of the others would wait for etcd as long
     return rows, failed
 
 

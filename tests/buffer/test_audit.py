@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from laminar.buffer import claims
+from laminar.buffer import archive, claims
+from laminar.buffer.archive import ArchivedStep, write_block
 from laminar.buffer.audit import Picture, check, gather
 from laminar.buffer.claims import Held
 from laminar.buffer.commits import TableCommitter
@@ -317,6 +318,31 @@ async def test_a_damaged_batch_file_is_reported(store: Store) -> None:
     store.storage.damage(path, 2500, b"\xaa\x55\xaa")
     problems = check(await store.gather()).problems
     assert len(problems) == 2 and path in problems[0] and "is not the file that step 0 decided" in problems[1]
+
+
+async def test_a_batch_file_that_no_checkpoint_needs_may_be_gone(store: Store) -> None:
+    path = next(f.path for f in await store.storage.list("batches") if f.path.endswith(".arrow"))
+    await store.storage.delete(path)
+    [problem] = check(await store.gather()).problems
+    assert path in problem
+    await store.storage.write("checkpoints/step-000000001/checkpoint.json", b"{}")
+    picture = await store.gather()
+    assert check(picture).problems == [] and picture.removed == {path}
+    picture.experience = [r for r in picture.experience if (r["group"], r["sample"]) != (0, 0)]
+    assert "invariant 4: step 0 has no file, nor the experience its groups 1 (0)" in check(picture).problems
+
+
+async def test_decisions_and_offers_in_the_archive_count_as_those_in_etcd(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "BLOCK", 1)
+    [decision] = (await store.gather()).decisions
+    await write_block(store.storage, [ArchivedStep(decision=decision, offered=["drifted"])])
+    both = await store.gather()
+    assert check(both).problems == [] and both.decisions == [decision]
+    await store.w.coordination.delete(KEYS.batch(0))
+    archived = await store.gather()
+    assert check(archived).problems == [] and archived.decisions == [decision] and "drifted" in archived.offered
 
 
 async def test_files_of_the_dead_that_nothing_refers_to_are_counted(store: Store) -> None:

@@ -16,6 +16,7 @@ from observer import Observer
 from real_run import RealRun
 
 from laminar.buffer.etcd import EtcdCoordination
+from laminar.buffer.segments import _scan
 from laminar.workers.etcd_process import EtcdProcess
 
 LEASE_S = 4.0
@@ -186,22 +187,28 @@ class CutNetwork:
         subprocess.run(["ip", "netns", "delete", self.name], check=True)
 
 
+def ends_of(segment: Path) -> tuple[int, ...]:
+    """Where each good batch of a segment ends, in bytes."""
+    return _scan(segment.read_bytes(), 0).ends
+
+
 def tear_end(segment: Path) -> None:
     """As a crash leaves it: the last write is cut short."""
     os.truncate(segment, segment.stat().st_size - 20)
 
 
 def flip_bit(segment: Path) -> None:
-    data = bytearray(segment.read_bytes())
-    data[len(data) * 3 // 5] ^= 8
+    """In the last batch but two."""
+    ends, data = ends_of(segment), bytearray(segment.read_bytes())
+    data[(ends[-4] + ends[-3]) // 2] ^= 8
     segment.write_bytes(data)
 
 
 def zero_page(segment: Path) -> None:
-    """The page in which the middle lies: what a disk returns for a sector that it lost."""
-    data = bytearray(segment.read_bytes())
-    start = len(data) // 2 // 4096 * 4096
-    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
+    """As a disk returns what it has lost: 4,096 bytes, before the last batch."""
+    ends, data = ends_of(segment), bytearray(segment.read_bytes())
+    start, end = ends[-5], min(ends[-5] + 4096, ends[-2])
+    data[start:end] = bytes(end - start)
     segment.write_bytes(data)
 
 

@@ -18,6 +18,7 @@ from faults import (
     CutNetwork,
     Etcds,
     SmallDisk,
+    ends_of,
     flip_bit,
     next_step,
     overcome,
@@ -134,11 +135,18 @@ def test_damaged_logs_of_dead_rollouts_are_told_and_generated_again(
     """Three rollouts die at the same moment, each with another damage to its log: a torn end is normal, a flipped bit
     and a zeroed page are reported. Whoever adopts their trajectories goes on after the last good row."""
     long = ("sampling.max_tokens=24", "rollout.max_running=32", "rollout.flush_interval=0.1")
-    run = real_run(SHORT_LEASE, "run.max_steps=12", *long)
+    run = real_run(SHORT_LEASE, "run.max_steps=16", *long)
     damages = (tear_end, flip_bit, zero_page)
     seen = run.begin(step=1, by_hand=["rollout"] * len(damages))
-    dead = [run.joined(worker) for worker in run.by_hand]
-    run.until(lambda: all(len(_log(run, d)) > 16_384 and len(seen.claims_of(d)) > 4 for d in dead), "they have logs")
+
+    def ids() -> list[str]:
+        return [seen.id_of("rollout", worker.pid) for worker in run.by_hand]
+
+    def all_write() -> bool:
+        return all(d and _batches(run, d) > 8 and len(seen.claims_of(d)) > 4 for d in ids())
+
+    run.until(all_write, "all of them own trajectories and have logs")
+    dead = ids()
     for worker in run.by_hand:
         os.kill(worker.pid, signal.SIGKILL)
         worker.process.wait()
@@ -168,9 +176,9 @@ def _newest_segment(run: RealRun, worker: str) -> Path:
     return max((run.store / "partials" / worker).glob("*.arrows"))
 
 
-def _log(run: RealRun, worker: str) -> bytes:
+def _batches(run: RealRun, worker: str) -> int:
     folder = run.store / "partials" / worker
-    return _newest_segment(run, worker).read_bytes() if folder.is_dir() and any(folder.iterdir()) else b""
+    return len(ends_of(_newest_segment(run, worker))) if folder.is_dir() and any(folder.iterdir()) else 0
 
 
 def _rows(run: RealRun, worker: str) -> PartialRows:

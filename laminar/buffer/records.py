@@ -80,16 +80,6 @@ class SupervisorRecord(Record):
     started_at_us: int
 
 
-class SupervisorRecord(Record):
-    """The `laminar run` that works on a run. `place` and `began` tell on its host whether that process still lives."""
-
-    host: str
-    pid: int
-    place: str
-    began: str
-    started_at_us: int
-
-
 class LeaderRecord(Record):
     worker: str
 
@@ -145,6 +135,8 @@ class TrainerProgress(Record):
     metrics: dict[str, float | None]
     rewards: dict[int, float | None] = {}
     """Mean reward of each of the last ten steps that this trainer has trained; `metrics` are those of the newest."""
+    warnings: list[str] = []
+    """What the user should know of the run as it is now, a sentence each."""
 
 
 class Incoming(Record):

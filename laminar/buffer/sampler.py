@@ -46,18 +46,23 @@ class OpenGroups:
         self.samples_per_prompt = samples_per_prompt
         self.minimum = 2 if baseline else 1
         self._groups: dict[int, dict[int, Outcome]] = {}
+        # All groups below `_first_open` are consumed, and those of `_consumed`: a long run keeps no list of them all.
+        self._first_open = 0
         self._consumed: set[int] = set()
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
         """The same (group, sample) again, or one of a consumed group, changes nothing."""
         for o in outcomes:
-            if o.group not in self._consumed:
+            if o.group >= self._first_open and o.group not in self._consumed:
                 self._groups.setdefault(o.group, {}).setdefault(o.sample, o)
 
     def consume(self, groups: Iterable[int]) -> None:
         for group in groups:
             self._consumed.add(group)
             self._groups.pop(group, None)
+        while self._first_open in self._consumed:
+            self._consumed.remove(self._first_open)
+            self._first_open += 1
 
     def complete(self) -> list[int]:
         """First in, first out."""

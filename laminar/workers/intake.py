@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 
-from laminar.buffer.sampler import OpenGroups, Outcome
+from laminar.buffer.sampler import OpenGroups, Outcome, to_retire
 from laminar.buffer.table import Table
 from laminar.clock import Clock
 from laminar.config import Config
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 ERROR_WINDOW = 64
 OUTCOME_COLUMNS = ["group", "sample", "status", "error", "reward", "commit_seq"]
+BARREN_GROUPS, BARREN_STEPS = 1_000, 100
+"""So many complete groups, and so many steps' worth of them, without a signal in any end the run."""
 FRESH_TRAJECTORIES = 8
 FRESH_POLL_S = 0.25
 
@@ -35,6 +37,7 @@ class Intake:
             config.sampling.samples_per_prompt, baseline=config.trainer.advantage != "reinforce++"
         )
         self._scanned = -1
+        self._forgiven = 0
         self._recent: deque[tuple[str, str]] = deque(maxlen=ERROR_WINDOW)
 
     async def scan(self) -> None:
@@ -50,6 +53,7 @@ class Intake:
     def forgive(self) -> None:
         """Errors of an earlier life ended that one, if they had to; what came of a remedy is judged by new ones."""
         self._recent.clear()
+        self._forgiven = to_retire(self.open, self.config.trainer.groups_per_step, self.config.trainer.no_signal)
 
     def failure(self) -> str:
         """Why the run must end: a reward or environment that fails nearly always must not look like a slow run. Empty
@@ -63,6 +67,28 @@ class Intake:
         return (
             f"{len(errors)} of the last {len(self._recent)} trajectories ended with an error (limit {limit:.0%}, "
             f"trainer.max_error_share); the last: {status}: {error}"
+        )
+
+    def barren(self, waiting: int) -> str:
+        """A warning when `waiting` complete groups, of which none can be trained on, are a tenth of what ends the run.
+        It changes only from tenth to tenth."""
+        tenths = 10 * (waiting - self._forgiven) // self._barren_limit()
+        return self._without_signal(tenths * self._barren_limit() // 10) if tenths > 0 else ""
+
+    def too_barren(self, waiting: int) -> str:
+        """Why the run must end: rewards that never differ within a group would have it draw for ever, and learn
+        nothing. Empty if it need not."""
+        new, limit = waiting - self._forgiven, self._barren_limit()
+        return f"{self._without_signal(new)} (limit {limit})" if new >= limit else ""
+
+    def _barren_limit(self) -> int:
+        return max(BARREN_GROUPS, BARREN_STEPS * self.config.trainer.groups_per_step)
+
+    def _without_signal(self, groups: int) -> str:
+        return (
+            f"{groups} groups without a step among them have nothing to learn from: within each, all rewards are equal "
+            "(or there are none); the prompts are too hard or too easy for this model, or the reward cannot tell its "
+            "replies apart"
         )
 
 

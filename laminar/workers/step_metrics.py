@@ -83,6 +83,16 @@ def step_metrics(
     return metrics
 
 
+def all_truncated(metrics: Mapping[str, float | None], max_tokens: int) -> str:
+    """What to tell the user when no reply of a step could come to its end; empty if some did."""
+    if metrics.get("truncated_share") != 1.0:
+        return ""
+    return (
+        f"every reply was cut off before its end (sampling.max_tokens = {max_tokens}): the reward judges fragments; "
+        "raise sampling.max_tokens, and rollout.max_model_len with it"
+    )
+
+
 def reward_parts(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Mean of each unweighted reward part over the rows that have it."""
     values: dict[str, list[float]] = {}

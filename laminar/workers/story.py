@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from laminar.buffer.outage import Outage
@@ -12,9 +12,11 @@ from laminar.workers.display import Display, Event, Snapshot
 from laminar.workers.status import LiveStatus, to_snapshot
 
 EVENTS_KEPT = 100
+AWAY_S = 5.0
+"""A silence of etcd that is shorter is told to nobody: a busy machine has such."""
 AWAY_AGAIN_S = 30.0
 """How often an etcd that does not come back is told of."""
-SESSION = "laminar.buffer.session"
+SESSION, UPKEEP = "laminar.buffer.session", "laminar.workers.etcd_upkeep"
 FORGIVEN_S = 20.0
 """For so long after etcd's return a worker's crash is put down to its absence."""
 
@@ -29,8 +31,10 @@ class Story:
         self.display: Display | None = None
         self.rewards: dict[int, float | None] = {}
         self.events: deque[Event] = deque(maxlen=EVENTS_KEPT)
-        self.outage = Outage(AWAY_AGAIN_S)
+        self.outage = Outage()
+        self._away_told_at: float | None = None
         self._told = 0
+        self._warnings: set[str] = set()
         self._back_at = float("-inf")
         self._last = Snapshot(run=run, max_steps=max_steps)
 
@@ -43,18 +47,32 @@ class Story:
         """etcd has answered: the new picture."""
         if (lasted := self.outage.over(self.now())) is not None:
             self._back_at = self.now()
-            self.event(f"etcd answers again, after {lasted:.0f} s")
-        self.rewards |= live.progress.rewards if live.progress else {}
+            if self._away_told_at is not None:
+                self.event(f"etcd answers again, after {lasted:.0f} s")
+            self._away_told_at = None
+        if live.progress is not None:
+            self.rewards |= live.progress.rewards
+            self._warn(live.progress.warnings)
         self._last = to_snapshot(live, max_steps=self.max_steps, elapsed_s=0.0, rewards=self.rewards)
         self.refresh()
 
+    def _warn(self, warnings: Sequence[str]) -> None:
+        """Each once, as long as the trainer goes on giving it."""
+        for warning in warnings:
+            if warning not in self._warnings:
+                self.event(warning)
+        self._warnings = set(warnings)
+
     def away(self, why: str) -> float:
-        """etcd has not answered. Seconds for which it has not by now."""
-        if (since := self.outage.failed(self.now())) is not None:
-            waiting = f" for {since:.0f} s now" if since else ""
-            self.event(f"etcd does not answer{waiting}, the run waits for it: {why}")
+        """etcd has not answered, or not what it should. Seconds for which that has been so."""
+        self.outage.failed(self.now())
+        lasts = self.outage.lasts(self.now())
+        told_at = self._away_told_at
+        if lasts >= AWAY_S and (told_at is None or self.now() >= told_at + AWAY_AGAIN_S):
+            self._away_told_at = self.now()
+            self.event(f"etcd gives no answer for {lasts:.0f} s now, the run waits for it: {why}")
         self.refresh()
-        return self.outage.lasts(self.now())
+        return lasts
 
     @property
     def etcd_was_away(self) -> bool:
@@ -75,5 +93,6 @@ class EventHandler(logging.Handler):
         self.story = story
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != SESSION:  # that etcd is away is told by `Story.away`, in its own words
+        # That etcd is away is told by `Story.away`, in its own words.
+        if record.name != SESSION and not (record.name == UPKEEP and self.story.outage.on):
             self.story.event(record.getMessage())

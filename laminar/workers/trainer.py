@@ -36,7 +36,7 @@ from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.patience import patient, patiently
 from laminar.workers.publishing import Publisher, Staged
-from laminar.workers.step_metrics import step_metrics, step_rows
+from laminar.workers.step_metrics import all_truncated, step_metrics, step_rows
 from laminar.workers.stepping import TrainedStep, train_decided
 from laminar.workers.tasks import until_first
 
@@ -53,11 +53,14 @@ EMPTY = pa.Table.from_batches([], schema=EXPERIENCE)
 
 @dataclass
 class Progress:
-    """What the displays show. `rewards` holds the last ten steps; `metrics` are those of the newest."""
+    """What the displays show. `rewards` holds the last ten steps; `metrics` are those of the newest; `truncated` and
+    `barren` are warnings, or empty."""
 
     activity: str = "starting"
     metrics: dict[str, float | None] = field(default_factory=dict)
     rewards: dict[int, float | None] = field(default_factory=dict)
+    truncated: str = ""
+    barren: str = ""
     bell: Bell = field(default_factory=Bell)
 
     def trained(self, step: int, metrics: dict[str, float | None]) -> None:
@@ -170,11 +173,14 @@ class Trainer:
         t = self.config.trainer
         while True:
             await self.intake.scan()
-            await self._check_errors()
+            await self._end_if(self.intake.failure())
             selection = select(self.open, t.groups_per_step, t.no_signal)
             if selection is not None:
+                self.progress.barren = ""
                 return selection
             waiting = to_retire(self.open, t.groups_per_step, t.no_signal)
+            self.progress.barren = self.intake.barren(waiting)
+            await self._end_if(self.intake.too_barren(waiting))
             head, _ = await self.steps.head()
             if waiting != head.to_retire:
                 head = await self.steps.change_head(to_retire=waiting)
@@ -201,8 +207,7 @@ class Trainer:
         await self._finish("every prompt of every epoch has been drawn and has ended")
         return None
 
-    async def _check_errors(self) -> None:
-        reason = self.intake.failure()
+    async def _end_if(self, reason: str) -> None:
         if reason:
             await self.steps.change_head(state="failed", reason=reason)
             raise LaminarError(reason)
@@ -291,6 +296,9 @@ class Trainer:
             self.clock.now_us(), self._evaluation_of(version, digest) if due else (),
         )  # fmt: skip
         self.progress.trained(step, metrics)
+        self.progress.truncated = all_truncated(metrics, self.config.sampling.max_tokens)
+        if self.progress.truncated:
+            log.warning("step %d: %s", step, self.progress.truncated)
         self.sinks.log(step, metrics, at_us=self.clock.now_us())
         log.info(
             "step %d trained: reward %s, %d groups trained, %d retired, staleness %.2f, %.1f s",
@@ -362,8 +370,9 @@ class Trainer:
         while True:
             head, _ = await self.steps.head()
             record = TrainerProgress(
-                step=head.step, activity=progress.activity, metrics=progress.metrics, rewards=progress.rewards
-            )
+                step=head.step, activity=progress.activity, metrics=progress.metrics, rewards=progress.rewards,
+                warnings=[warning for warning in (progress.truncated, progress.barren) if warning],
+            )  # fmt: skip
             await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
             await progress.bell.wait(REPORT_INTERVAL_S)
 

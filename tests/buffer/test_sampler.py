@@ -135,3 +135,20 @@ def test_drops_are_reported_by_length() -> None:
 @pytest.mark.parametrize("mode", ["count", "replace"])
 def test_nothing_complete_selects_nothing(mode: str) -> None:
     assert select(OpenGroups(2), 1, mode) is None  # type: ignore[arg-type]
+
+
+def test_five_thousand_steps_leave_nothing_behind() -> None:
+    """Case 60: 5,000 tiny steps: memory flat, though groups end out of order."""
+    open_groups = OpenGroups(2)
+    sizes = []
+    for step in range(5_000):
+        for group in (2 * step + 1, 2 * step):
+            seq = 2 * (2 * step + (group + 1) % 2)
+            open_groups.add(Outcome(group, s, "ok", float(s), seq + s) for s in range(2))
+        selection = select(open_groups, 2, "count")
+        assert selection is not None
+        open_groups.consume(selection.trained)
+        sizes.append(len(open_groups._groups) + len(open_groups._consumed))
+    assert max(sizes) == 0
+    open_groups.add([Outcome(7, 0, "ok", 1.0, 99_999)])
+    assert open_groups.incomplete() == [], "a late row of a consumed group changes nothing"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from laminar.buffer.records import TrainerHead, TrainerProgress
 from laminar.workers.display import Display
 from laminar.workers.status import LiveStatus
+from laminar.workers.step_metrics import all_truncated
 from laminar.workers.story import EventHandler, Story
 
 
@@ -29,9 +31,9 @@ class Told:
         return text.splitlines()
 
 
-def live(step: int, rewards: dict[int, float | None]) -> LiveStatus:
+def live(step: int, rewards: dict[int, float | None], warnings: Sequence[str] = ()) -> LiveStatus:
     head = TrainerHead(step=step, decided=step, checkpoint=0, consumed_groups=0, state="running")
-    progress = TrainerProgress(step=step, activity="", metrics={}, rewards=rewards)
+    progress = TrainerProgress(step=step, activity="", metrics={}, rewards=rewards, warnings=list(warnings))
     return LiveStatus("a-run", 1, head, None, 0, {}, 0, {}, {}, (), progress)
 
 
@@ -44,8 +46,8 @@ def test_while_etcd_is_away_it_is_told_once_then_now_and_then_then_its_end() -> 
         told.story.away("connection refused")
     lines = [line for line in told.lines() if not line.startswith("step ")]
     assert lines == [
-        "etcd does not answer, the run waits for it: connection refused",
-        "etcd does not answer for 30 s now, the run waits for it: connection refused",
+        "etcd gives no answer for 5 s now, the run waits for it: connection refused",
+        "etcd gives no answer for 35 s now, the run waits for it: connection refused",
     ]
     assert told.story.etcd_was_away
     told.at = 41.0
@@ -56,6 +58,15 @@ def test_while_etcd_is_away_it_is_told_once_then_now_and_then_then_its_end() -> 
     assert told.story.etcd_was_away, "a worker that dies of it now is not to blame"
     told.at = 70.0
     assert not told.story.etcd_was_away
+
+
+def test_a_short_silence_of_etcd_on_a_busy_machine_is_not_told() -> None:
+    told = Told()
+    told.story.away("no answer within 3 s")
+    assert told.story.outage.on
+    told.at = 3.0
+    told.story.show(live(1, {0: 0.5}))
+    assert all(line.startswith("step ") for line in told.lines())
 
 
 def test_an_event_is_one_line_and_old_ones_are_let_go() -> None:
@@ -79,3 +90,17 @@ def test_warnings_of_the_supervisor_itself_become_events() -> None:
     finally:
         logger.removeHandler(handler)
     assert [event.text for event in told.story.events] == ["etcd (pid 7) did not stop"]
+
+
+def test_a_warning_of_the_trainer_is_told_once_each_time_that_it_begins() -> None:
+    """Case 50: at most 4 tokens where 10 are needed: a warning that everything is cut off, in front of the user."""
+    told = Told()
+    cut = all_truncated({"truncated_share": 1.0}, 4)
+    for step, warnings in enumerate([[cut], [cut], [], [cut]]):
+        told.story.show(live(step, {}, warnings))
+    assert [line for line in told.lines() if not line.startswith("step ")] == [cut, cut]
+    assert "sampling.max_tokens = 4" in cut
+
+
+def test_some_that_are_cut_off_are_no_reason_to_warn() -> None:
+    assert all_truncated({"truncated_share": 0.99}, 4) == all_truncated({"truncated_share": None}, 4) == ""

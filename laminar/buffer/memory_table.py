@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,6 +111,22 @@ class MemoryTable:
             raise TableUnreadable(f"version {self._version} of the table does not open")
 
 
+_SIMPLE = re.compile(
+    r"`?(?P<column>\w+)`? "
+    r"(?:(?P<sign><|>|=) (?:(?P<number>-?\d+)|'(?P<text>[^']*)')|IN \((?P<list>-?\d+(?:, -?\d+)*)\))"
+)
+"""What the protocol itself asks for. A simulation asks thousands of times, and DuckDB takes 10 ms to start."""
+
+
+def _holds(column: pa.ChunkedArray, simple: re.Match[str]) -> Any:
+    if simple["list"]:
+        wanted = [int(n) for n in simple["list"].split(",")]
+        return pc.is_in(column, value_set=pa.array(wanted, column.type))
+    compare = {"<": pc.less, ">": pc.greater, "=": pc.equal}[simple["sign"]]
+    value = simple["text"] if simple["number"] is None else int(simple["number"])
+    return pc.fill_null(compare(column, value), False)
+
+
 def with_commit_seq(columns: Sequence[str] | None) -> list[str] | None:
     if columns is None:
         return None
@@ -124,6 +141,10 @@ def check_columns(rows: pa.Table, schema: pa.Schema) -> None:
 
 def _matching(rows: pa.Table, expression: str) -> pa.Array:
     """Positions of the rows for which the SQL expression holds."""
+    parts = [_SIMPLE.fullmatch(part.strip()) for part in expression.split(" AND ")]
+    simple = [p for p in parts if p is not None and p["column"] in rows.schema.names]
+    if len(simple) == len(parts):
+        return pc.indices_nonzero(functools.reduce(pc.and_, (_holds(rows[p["column"]], p) for p in simple)))
     import duckdb
 
     names = [n for n in rows.schema.names if re.search(rf"\b{re.escape(n)}\b", expression)]

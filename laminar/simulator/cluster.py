@@ -1,10 +1,10 @@
 """One simulated run: the real workers on twins of all that is around them, restarted by a supervisor when they end.
 
-    SimulationLoop ── virtual time
-      ├─ supervisor ── keeps rollouts, trainers, relays running; a relay keeps its committer
-      │     └─ SimProcess: real worker code ──▶ ports ──▶ MemoryEtcd, MemoryStorage, MemoryTable, relay holdings
-      ├─ weather (faults): kills, stops, cuts off, tears
-      └─ oracle: sees every write of etcd; checks everything at the end
+SimulationLoop ── virtual time
+  ├─ supervisor ── keeps rollouts, trainers, relays running; a relay keeps its committer
+  │     └─ SimProcess: real worker code ──▶ ports ──▶ MemoryEtcd, MemoryStorage, MemoryTable, relay holdings
+  ├─ weather (faults): kills, stops, cuts off, tears
+  └─ oracle: sees every write of etcd; checks everything at the end
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RUN = "simulated"
 HOST = "sim"
 LEASE_S = 4.0
 START_US = 1_780_000_000_000_000
-PROMPT_ROWS = 64
+PROMPT_ROWS, HELD_OUT_ROWS = 64, 3
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def run_config(plan: Plan) -> Config:
                 "max_error_share": 1.0,
                 **({} if plan.max_staleness is None else {"max_staleness": plan.max_staleness}),
             },
-            "evaluation": {"size": 0},
+            "evaluation": {"size": HELD_OUT_ROWS, "every": 2, "samples": 1},
             "coordination": {"lease_ttl": LEASE_S},
         },
         origin="the simulation",
@@ -157,7 +157,7 @@ class Cluster:
         """Processes that ended with what no caller is meant to see."""
         self.states: dict[int, set[str]] = {}
         """The weights that any trainer ever had at each version."""
-        self.pool = PromptPool(_prompts())
+        self.pool, self.held_out = PromptPool(_prompts(PROMPT_ROWS)), PromptPool(_prompts(HELD_OUT_ROWS))
 
     def say(self, text: str) -> None:
         self.story.append(f"{self.loop.now:9.3f} {text}")
@@ -167,7 +167,7 @@ class Cluster:
         prints = Fingerprints(model="m", tokenizer="t", template="c", prompts=self.pool.fingerprint, held_out="")
         file = RunFile(
             run=RUN, store_id="5107ed", created_at_us=START_US, config=self.config.model_dump(mode="json"),
-            model_folder="simulated", prompts=len(self.pool), held_out=0, fingerprints=prints,
+            model_folder="simulated", prompts=len(self.pool), held_out=HELD_OUT_ROWS, fingerprints=prints,
         )  # fmt: skip
         await write_run(self.disk, file)
         manifest = RunManifest(
@@ -276,7 +276,7 @@ class Cluster:
             host=cast(Any, host),
             conversation=cast(Any, SimConversation()),
             pool=self.pool,
-            held_out=None,
+            held_out=self.held_out,
             stop_token_ids=[STOP_TOKEN],
         )
         await rollout_main(run, equipment, slot.stop)
@@ -317,9 +317,9 @@ def _outcome(process: SimProcess) -> str:
     return "killed" if process.result is None else repr(process.result)
 
 
-def _prompts() -> pa.Table:
+def _prompts(count: int) -> pa.Table:
     rows = [
         {"prompt_index": i, "prompt": f"prompt {i}", "answer": "", "environment": "", "metadata": "{}", "source": "sim"}
-        for i in range(PROMPT_ROWS)
+        for i in range(count)
     ]
     return pa.Table.from_pylist(rows, schema=PROMPTS)

@@ -95,11 +95,15 @@ class SimulationLoop(asyncio.BaseEventLoop):
         process = current.get()
         return self.now if process is None else self.now * process.rate
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> events.TimerHandle:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> events.TimerHandle:
         process = current.get()
         return self._at(when if process is None else when / process.rate, callback, args, context)
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Any = None) -> events.TimerHandle:
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> events.TimerHandle:
         process = current.get() if context is None else context.get(current)
         return self._at(self.now + (delay if process is None else delay / process.rate), callback, args, context)
 

@@ -27,7 +27,9 @@ class Oracle:
     async def watch(self) -> None:
         """Follow every change of etcd, from before the first worker starts."""
         while True:
-            subscription: Subscription = self.cluster.etcd.subscribe(self.cluster.keys.prefix, self.cluster.etcd.revision)
+            subscription: Subscription = self.cluster.etcd.subscribe(
+                self.cluster.keys.prefix, self.cluster.etcd.revision
+            )
             while (batch := await subscription.next()) is not None:
                 for change in batch:
                     self._see(change)
@@ -80,9 +82,7 @@ def check_tokens(row: Mapping[str, Any]) -> list[str]:
     first = len(row["prompt_ids"])
     problems: list[str] = []
     spans = list(zip(row["span_start"], row["span_digest"], strict=True))
-    for i, (token, mine, logprob) in enumerate(
-        zip(row["token_ids"], row["policy_mask"], row["logprobs"], strict=True)
-    ):
+    for i, (token, mine, logprob) in enumerate(zip(row["token_ids"], row["policy_mask"], row["logprobs"], strict=True)):
         if not mine:
             continue
         if token not in (token_at(first + i), STOP_TOKEN):

@@ -138,4 +138,3 @@ class SimRelayAccess:
                 raise RelayUnavailable(f"relay at {self.path}: {e!r} (limit {CALL_S} s)") from e
 
         return await self.process.gate(made)
-

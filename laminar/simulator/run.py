@@ -109,7 +109,7 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
-            gc.collect()
+            gc.collect()  # while nobody complains
     finally:
         sys.unraisablehook = hook
         logging.disable(level)
@@ -125,4 +125,6 @@ def _bury(loop: SimulationLoop) -> None:
 def describe(outcome: Outcome, lines: int = 60) -> str:
     """A failing run as text: what is wrong, and the last lines of what happened."""
     told: list[Any] = outcome.story[-lines:]
-    return "\n".join([f"seed {outcome.seed}:", *(f"  {p}" for p in outcome.problems), "  story:", *(f"    {t}" for t in told)])
+    return "\n".join(
+        [f"seed {outcome.seed}:", *(f"  {p}" for p in outcome.problems), "  story:", *(f"    {t}" for t in told)]
+    )

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from laminar.buffer.memory import Faults
-from laminar.simulator.cluster import LEASE_S, Cluster, Slot
+from laminar.simulator.cluster import Cluster, Slot
 from laminar.simulator.faults import Fault, Kind
 from laminar.simulator.process import CrashAt
 
@@ -88,7 +88,7 @@ class Weather:
             case Kind.NETWORK:
                 self._storm(etcd.faults, fault)
             case Kind.LEASE:
-                self._lose_lease(process.name, fault)
+                self._lose_lease(fault)
             case Kind.DISK_FULL:
                 storage.full = True
                 self._later(fault.duration, lambda: setattr(storage, "full", False))
@@ -120,7 +120,7 @@ class Weather:
 
         self._later(fault.duration, over)
 
-    def _lose_lease(self, name: str, fault: Fault) -> None:
+    def _lose_lease(self, fault: Fault) -> None:
         """etcd forgets a lease, as after the restore of an old snapshot."""
         leases = self.cluster.etcd.leases()
         if leases:
@@ -162,6 +162,3 @@ class Weather:
 
 def _of_rollouts(kind: Kind) -> bool:
     return kind in (Kind.REWARD_HANGS, Kind.REWARD_RAISES, Kind.ENGINE_BREAKS)
-
-
-LONGEST_S = 3.0 * LEASE_S

@@ -1,0 +1,111 @@
+"""Deliberate bugs of the protocol, switched on from outside: a simulation that does not notice them proves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from laminar.buffer import claims
+from laminar.buffer.coordination import Transaction
+from laminar.buffer.memory_table import MemoryTable
+from laminar.buffer.session import transact_or_read_back
+from laminar.buffer.steps import StepLog
+from laminar.simulator.engine import SimEngine
+from laminar.workers import outbox
+
+
+@contextlib.contextmanager
+def fence_not_compared() -> Iterator[None]:
+    """A finish compares neither that its worker is still a member nor that the claims are still its own."""
+    real = claims.finish_transaction
+
+    def unfenced(*args: Any) -> Transaction:
+        return replace(real(*args), compare=())
+
+    with patch.object(claims, "finish_transaction", unfenced):
+        yield
+
+
+@contextlib.contextmanager
+def commit_not_idempotent() -> Iterator[None]:
+    """A committer does not look whether an announced commit was made already."""
+
+    async def find(self: MemoryTable, key: str, *, within: int = 100) -> int | None:
+        return None
+
+    with patch.object(MemoryTable, "find", find):
+        yield
+
+
+@contextlib.contextmanager
+def claim_deleted_before_durable() -> Iterator[None]:
+    """Claims are deleted while their finished rows are still on their way to the disk."""
+    real = outbox.write_incoming
+
+    async def late(storage: Any, worker: str, segment: str, rows: Any) -> Any:
+        incoming: list[Any] = []
+
+        class Recorded:
+            async def write(self, path: str, data: bytes, **options: Any) -> None:
+                async def soon() -> None:
+                    await asyncio.sleep(0.3)
+                    await storage.write(path, data, **options)
+
+                incoming.append(asyncio.create_task(soon()))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(storage, name)
+
+        return await real(Recorded(), worker, segment, rows)  # type: ignore[arg-type]
+
+    with patch.object(outbox, "write_incoming", late):
+        yield
+
+
+@contextlib.contextmanager
+def batch_decided_twice() -> Iterator[None]:
+    """The trainer's head and batches are written whoever leads and whatever is there."""
+
+    async def change(self: StepLog, also: Any, absent_keys: Any, changes: dict[str, Any]) -> Any:
+        real: Callable[..., Any] = transact_or_read_back
+
+        async def unguarded(coordination: Any, transaction: Transaction, **options: Any) -> Any:
+            return await real(coordination, replace(transaction, compare=()), **options)
+
+        with patch("laminar.buffer.steps.transact_or_read_back", unguarded):
+            return await original(self, also, absent_keys, changes)
+
+    original = StepLog._change_head
+    with patch.object(StepLog, "_change_head", change):
+        yield
+
+
+@contextlib.contextmanager
+def stale_version_reported() -> Iterator[None]:
+    """The engine reports a version whose load failed."""
+    real = SimEngine.load
+
+    async def load(self: SimEngine, source: Any) -> None:
+        if self.version >= 0 and self.source.random() < 0.5:
+            self._version = source.version
+            return
+        await real(self, source)
+
+    with patch.object(SimEngine, "load", load):
+        yield
+
+
+MUTATIONS = {
+    m.__name__: m
+    for m in (
+        fence_not_compared,
+        commit_not_idempotent,
+        claim_deleted_before_durable,
+        batch_decided_twice,
+        stale_version_reported,
+    )
+}

@@ -54,6 +54,7 @@ class Cleaner:
         self.steps = StepLog(run.coordination, run.keys, ledger, run.storage)
         self._decided: set[str] = set()
         self._folded_before = -1
+        self._temporary_at = 0.0
 
     async def clean(self) -> int:
         """Delete what nothing refers to; the number of files, logs and keys deleted."""
@@ -98,7 +99,11 @@ class Cleaner:
         return self.run_info.clock.now_us() - int(STALE_S * 1e6)
 
     async def _temporary(self) -> int:
-        """Files whose writer died while it wrote them."""
+        """Files whose writer died while it wrote them. A look at the whole store, so only now and then."""
+        now = self.run_info.clock.monotonic()
+        if now < self._temporary_at:
+            return 0
+        self._temporary_at = now + STALE_S / 4
         oldest = self._stale_before()
         old = [f for f in await self.storage.list("", temporary=True) if f.modified_us < oldest]
         for file in old:

@@ -25,7 +25,7 @@ from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.segments import read_segment
 from laminar.buffer.session import Election, Membership, Session
 from laminar.buffer.steps import BATCH, StepLog, decision_path
-from laminar.buffer.storage import MemoryStorage
+from laminar.buffer.storage import FileInfo, MemoryStorage
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.errors import StoreError
@@ -338,6 +338,31 @@ async def test_what_a_committer_had_no_time_to_delete_goes_though_its_writer_liv
         monkeypatch.setattr(world.clock, "now_us", lambda age=age: file.modified_us + int(age * 1e6))
         await manager.cleaner.clean()
         assert (await world.paths("incoming") != []) == there
+
+
+async def test_temporary_files_go_when_no_write_can_still_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    manager = await world.manager()
+    real, now, looks, deleted = world.storage.list, world.clock.now_us(), 0, []
+
+    async def listed(prefix: str, *, temporary: bool = False) -> list[FileInfo]:
+        nonlocal looks
+        if not temporary:
+            return await real(prefix)
+        looks += 1
+        return [FileInfo(p, 1, now - int(age * 1e6)) for p, age in (("old", STALE_S + 1), ("new", STALE_S - 99))]
+
+    async def delete(path: str) -> None:
+        deleted.append(path)
+
+    monkeypatch.setattr(world.storage, "list", listed)
+    monkeypatch.setattr(world.storage, "delete", delete)
+    for _ in range(3):
+        await manager.cleaner.clean()
+    assert deleted == ["old"] and looks == 1
+    await asyncio.sleep(STALE_S / 4)
+    await manager.cleaner.clean()
+    assert deleted == ["old", "old", "new"]
 
 
 async def test_inboxes_of_the_dead_are_emptied_in_transactions_that_etcd_takes() -> None:

@@ -95,3 +95,12 @@ def test_what_only_names_a_secret_or_looks_like_one_is_taken() -> None:
     options = {"api_key_env": "JUDGE_KEY", "max_tokens": 5, "answer_key": "b", "stop_token": "</s>", "key": 3}
     assert config("reward", options=options).reward.options == options
     assert not any(map(is_secret_name, ("monkey", "tokenizer", "keywords", "secretary", "token_ids")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 0.5), ("top_k", 40), ("min_p", 0.1), ("repetition_penalty", 1.1)]
+)
+def test_a_sampling_distribution_that_the_trainer_cannot_repeat_is_refused(name: str, value: float) -> None:
+    """Case 10: top_p 0.5: rejected with a clear error, which names the key, the value and the one that works."""
+    with pytest.raises(ConfigError, match=rf"sampling\.{name} = {value} .* set it to"):
+        config("sampling", **{name: value})

@@ -275,6 +275,18 @@ async def test_a_relay_that_does_not_answer_is_unreachable_within_the_deadline(n
         await asker.connect("server", endpoint, deadline_s=1)
 
 
+async def test_eight_relays_that_start_at_once_have_an_address_each(network: Network) -> None:
+    """Case 61: no port is chosen beforehand: each takes a free one and says which."""
+    relays = {f"relay-{n}": network.transport(f"relay-{n}") for n in range(8)}
+    endpoints = await asyncio.gather(*(relay.listen(Holder().find) for relay in relays.values()))
+    assert len(set(endpoints)) == 8
+    asker = network.transport("asker")
+    for name, endpoint in zip(relays, endpoints, strict=True):
+        await (await asker.connect(name, endpoint, deadline_s=5)).close()
+    for relay in relays.values():
+        await relay.close()
+
+
 @pytest.mark.parametrize("wrong", [{"secret": b"x" * 32}, {"run": "other"}], ids=["secret", "run"])
 async def test_a_stranger_gets_nothing(make_pair: Callable[..., Pair], wrong: dict[str, bytes]) -> None:
     """Neither side accepts the other, and nothing was asked of the holder."""

@@ -303,14 +303,14 @@ class EtcdCoordination:
             reason = response.cancel_reason or "no reason given"
             raise CoordinationError(f"{what}: refused by {self._connection.name}: {reason}")
 
+    def _token_refused(self, reason: str) -> bool:
+        doubtful = "permission denied" in reason
+        return (doubtful or says_token_refused(reason)) and self._connection.renew_token(doubtful=doubtful)
+
 
 def unknown_field(message: Any, number: int, default: int) -> int:
     """A number that the server sends and the messages of etcd3, being older, do not name."""
     return next((int(f.data) for f in UnknownFieldSet(message) if f.field_number == number), default)
-
-    def _token_refused(self, reason: str) -> bool:
-        doubtful = "permission denied" in reason
-        return (doubtful or says_token_refused(reason)) and self._connection.renew_token(doubtful=doubtful)
 
 
 def prefix_range(prefix: str) -> tuple[bytes, bytes]:

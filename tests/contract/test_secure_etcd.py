@@ -62,6 +62,19 @@ async def test_tokens_that_expire_are_renewed_unseen(secure_etcd: Any) -> None:
     await client.close()
 
 
+async def test_a_watch_that_resumes_with_a_forgotten_token_logs_in_again(secure_etcd: Any) -> None:
+    """It is resumed at a member that restarted: nothing was asked there before that would have renewed the token."""
+    client = access_from_config(secure_etcd).connect()
+    revision = await client.put("/forgotten/k", "1")
+    client._connection._token = "forged"
+    with pytest.raises(CoordinationUnavailable, match="refused the token; logging in again"):
+        await anext(client._batches("/forgotten/", revision))
+    await client.put("/forgotten/k", "2")
+    batch = await anext(client._batches("/forgotten/", revision))
+    assert [change.kv and change.kv.value for change in batch] == ["2"]
+    await client.close()
+
+
 async def test_many_calls_at_once_share_one_login(secure_etcd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A login costs etcd tenths of a second: one for each caller would end in timeouts."""
     client = access_from_config(secure_etcd).connect()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from laminar.buffer import s3
@@ -98,6 +99,19 @@ class FsspecStorage:
     async def read(self, path: str) -> bytes:
         data: bytes = await self._run("read", path, lambda key: self._fs.cat_file(key))
         return data
+
+    async def upload(self, path: str, file: Path) -> None:
+        """Write an object from a local file, part by part, replacing one that is there."""
+        await self._run("write", path, lambda key: self._fs.put_file(str(file), key))
+
+    async def download(self, path: str, file: Path) -> None:
+        """Write an object to a local file, piece by piece, making its folder. Raises NotFound."""
+
+        def fetch(key: str) -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._fs.get_file(key, str(file))
+
+        await self._run("read", path, fetch)
 
     async def exists(self, path: str) -> bool:
         def look(key: str) -> bool:

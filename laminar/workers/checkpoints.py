@@ -14,14 +14,13 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
 from laminar.buffer.space import says_full
-from laminar.buffer.storage import Storage, StorageFull
+from laminar.buffer.storage import FsspecStorage, Storage, StorageFull
 from laminar.errors import StoreError, WeightsError
 from laminar.workers.learning.base import Learner
 
@@ -38,12 +37,6 @@ class CheckpointInfo(BaseModel):
     version: int
     digest: str
     """Digest of the published weights of this version; empty if it was not published."""
-
-
-@dataclass(frozen=True)
-class Export:
-    folder: str
-    digest: str
 
 
 def checkpoint_path(version: int) -> str:
@@ -80,9 +73,23 @@ async def _write(storage: Storage, learner: Learner, info: CheckpointInfo, targe
     with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
         await asyncio.to_thread(_fill, Path(temporary), learner)
         for path in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
-            data = await asyncio.to_thread(path.read_bytes)
-            await storage.write(f"{target}/{path.relative_to(temporary).as_posix()}", data, overwrite=True)
+            await _upload(storage, f"{target}/{path.relative_to(temporary).as_posix()}", path)
         await storage.write(f"{target}/{INFO}", info.model_dump_json().encode(), overwrite=True)
+
+
+async def _upload(storage: Storage, path: str, file: Path) -> None:
+    if isinstance(storage, FsspecStorage):
+        await storage.upload(path, file)  # part by part: a trainer's state may not fit into memory a second time
+    else:
+        await storage.write(path, await asyncio.to_thread(file.read_bytes), overwrite=True)
+
+
+async def _download(storage: Storage, path: str, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(storage, FsspecStorage):
+        await storage.download(path, file)
+    else:
+        await asyncio.to_thread(file.write_bytes, await storage.read(path))
 
 
 def _fill(folder: Path, learner: Learner) -> None:
@@ -193,9 +200,7 @@ async def _local_copy(storage: Storage, path: str) -> AsyncIterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
         for file in await storage.list(path):
-            local = Path(temporary) / file.path.removeprefix(f"{path}/")
-            local.parent.mkdir(parents=True, exist_ok=True)
-            await asyncio.to_thread(local.write_bytes, await storage.read(file.path))
+            await _download(storage, file.path, Path(temporary) / file.path.removeprefix(f"{path}/"))
         yield Path(temporary)
 
 
@@ -216,11 +221,3 @@ async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> No
         # The mark goes first: a prune that dies half-way leaves no checkpoint that looks whole.
         await storage.delete(f"{checkpoint_path(info.version)}/{INFO}")
         await storage.delete_tree(checkpoint_path(info.version))
-
-
-async def exported_version(storage: Storage, version: int) -> Export | None:
-    """The Hugging Face folder of a checkpointed version, if this process can open it as a local folder."""
-    info = await read_info(storage, checkpoint_path(version))
-    if info is None or not storage.local:
-        return None
-    return Export(storage.absolute(f"{checkpoint_path(version)}/{EXPORT}"), info.digest)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from laminar.buffer.coordination import KeyValue
 from laminar.buffer.records import RelayLoad, WeightsHead, WorkerRecord
-from laminar.errors import LaminarError
-from laminar.workers.checkpoints import exported_version
+from laminar.errors import LaminarError, StoreError
 from laminar.workers.context import Run
 from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
+from laminar.workers.exports import exported_version
 from laminar.workers.machine import RelayAccess
 
 log = logging.getLogger(__name__)
@@ -67,5 +67,9 @@ async def find_weights(run: Run, relays: Sequence[KeyValue], version: int, diges
                 return RelayWeights(relay_socket(record), version, held)
         except (LaminarError, OSError) as e:
             log.warning("the relay %s has no version %d: %s", record.id, version, e)
-    export = await exported_version(run.storage, version)
+    try:
+        export = await exported_version(run.storage, version)
+    except StoreError as e:
+        log.warning("version %d is not to be had from its checkpoint: %s", version, e)
+        return None
     return FolderWeights(export.folder, version, export.digest) if export else None

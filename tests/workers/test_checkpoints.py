@@ -14,7 +14,6 @@ from laminar.errors import StoreError
 from laminar.workers.checkpoints import (
     CheckpointInfo,
     checkpoint_path,
-    exported_version,
     list_checkpoints,
     load_newest,
     prune_checkpoints,
@@ -308,18 +307,3 @@ async def test_a_prune_that_dies_half_way_leaves_no_checkpoint_that_looks_whole(
     storage.fault = None
     assert await storage.list(checkpoint_path(5)) != [] and await read_info(storage, checkpoint_path(5)) is None
     assert await versions(storage) == [10]
-
-
-async def test_an_export_is_offered_with_the_digest_of_its_publication(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    await save(storage, 5)
-    export = await exported_version(storage, 5)
-    assert export is not None and export.digest == "digest-5"
-    assert (Path(export.folder) / "model.safetensors").read_text() == "5"
-    assert await exported_version(storage, 6) is None
-
-
-async def test_objects_cannot_be_opened_as_a_folder() -> None:
-    storage = MemoryStorage()
-    await save(storage, 5)
-    assert await exported_version(storage, 5) is None

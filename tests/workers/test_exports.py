@@ -1,0 +1,79 @@
+"""A checkpointed version as a local folder, wherever the store is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laminar.buffer.storage import FsspecStorage, LocalStorage, MemoryStorage, Storage
+from laminar.errors import StoreError
+from laminar.workers.checkpoints import load_newest, save_checkpoint
+from laminar.workers.exports import exported_version
+
+
+class FolderLearner:
+    """Its state and export are files that name the version; the state is larger than a part of an upload."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+    def save(self, folder: Path) -> None:
+        (folder / "state").write_bytes(bytes([self.version]) * (6 << 20))
+
+    def load(self, folder: Path) -> None:
+        self.version = (folder / "state").read_bytes()[-1]
+
+    def verify(self, folder: Path) -> None:
+        assert (folder / "state").stat().st_size == 6 << 20
+
+    def export(self, folder: Path) -> None:
+        (folder / "nested").mkdir()
+        (folder / "nested" / "vocabulary").write_text("words")
+        (folder / "model.safetensors").write_text(str(self.version))
+
+
+async def save(storage: Storage, version: int) -> None:
+    learner: Any = FolderLearner(version)
+    await save_checkpoint(storage, learner, f"digest-{version}", "trainer-1")
+
+
+async def test_an_export_in_a_folder_is_taken_where_it_lies(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    await save(storage, 5)
+    export = await exported_version(storage, 5)
+    assert export is not None and export.digest == "digest-5"
+    assert Path(export.folder).is_relative_to(tmp_path)
+    assert (Path(export.folder) / "model.safetensors").read_text() == "5"
+    assert await exported_version(storage, 6) is None
+
+
+async def test_an_export_in_an_object_store_is_copied_once_and_old_copies_go(s3_service: Any, tmp_path: Path) -> None:
+    storage = FsspecStorage(s3_service.bucket(), s3_service.options)
+    for version in range(1, 6):
+        await save(storage, version)
+        both = await asyncio.gather(*(exported_version(storage, version, tmp_path / "cache") for _ in range(2)))
+        export = both[0]
+        assert export is not None and export == both[1] and export.digest == f"digest-{version}"
+        assert (Path(export.folder) / "model.safetensors").read_text() == str(version)
+        assert (Path(export.folder) / "nested" / "vocabulary").read_text() == "words"
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    learner: Any = FolderLearner()
+    loaded = await load_newest(storage, learner, at_most=4)
+    assert loaded is not None and learner.version == 4
+
+
+async def test_a_cache_that_cannot_be_written_is_named(s3_service: Any, tmp_path: Path) -> None:
+    storage = FsspecStorage(s3_service.bucket(), s3_service.options)
+    await save(storage, 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot be copied to .*file"):
+        await exported_version(storage, 1, tmp_path / "file")
+
+
+async def test_the_twins_objects_are_no_folder() -> None:
+    storage = MemoryStorage()
+    await save(storage, 5)
+    assert await exported_version(storage, 5) is None

@@ -18,7 +18,7 @@ import pytest
 NODE = Path(__file__).parents[2] / "benchmarks" / "relay_node.py"
 BYTES = 16 << 20
 RELAYS = 5
-SLOW_MS = 30.0
+SLOW_MS = 40.0
 """Of the master: its broadcast takes more than a second."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -113,8 +113,7 @@ def test_kill_9_within_a_broadcast_is_repaired_within_a_second(
 def test_a_stopped_relay_is_noticed_by_its_silence(relays: list[RelayProcess]) -> None:
     plan(relays, 1)
     publish(relays, 1)
-    for relay in relays[1:]:
-        relay.hear("quarter")
+    relays[3].hear("quarter")
     relays[2].kill(signal.SIGSTOP)
     hops = {relay.name: relay.hear("held")["hop"] for relay in relays[1:] if relay is not relays[2]}
     assert "r1" in hops["r3"]["peers"], "r3 went round r2"

@@ -1,0 +1,261 @@
+"""How long a version takes along a chain of relays, beside what the links allow. Needs root for the shaped links.
+
+    python benchmarks/relay.py                      # chains of 1, 2, 4 and 8 hops; then a hop over loopback
+    python benchmarks/relay.py --only loopback --megabytes 512
+
+chain     each relay in a network namespace of its own, with a link to each neighbour that is shaped to `--mbit` by tc
+          tbf, so that a relay in the middle receives and sends at that rate. Printed beside the measurement: the model
+          T = (p + k - 2) t for p relays (the master counts) and k pieces, with t from the rate of the link for
+          TCP's payload (`--mbit` less the headers of Ethernet, IP and TCP). Link use: payload bytes / (seconds of the
+          last relay's own transfer x that rate).
+loopback  one hop between two processes, checked and held, beside the plain copy: sendall from one mapped buffer,
+          recv_into another, in as large slices, no checks.
+Medians of `--repeats`; each repeat is a version of its own, and all times are of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import mmap
+import os
+import queue
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from laminar.relay.chunks import broadcast_s, chunk_count
+
+NODE = Path(__file__).with_name("relay_node.py")
+FRAME_PAYLOAD, FRAME_BYTES = 1448, 1514
+"""TCP's payload in a full frame of a 1500-byte link with timestamps; what tbf counts of it."""
+WAIT_S = 300.0
+
+
+class NodeProcess:
+    """A relay; `before`: what its command is run by (a network namespace)."""
+
+    def __init__(self, name: str, options: Sequence[str], before: Sequence[str] = ()) -> None:
+        command = [*before, sys.executable, str(NODE), name, *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.name = name
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.endpoint = ""
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+
+    def tell(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, key: str) -> dict[str, Any]:
+        while True:
+            try:
+                message: dict[str, Any] = json.loads(self.lines.get(timeout=WAIT_S))
+            except queue.Empty:
+                raise RuntimeError(f"{self.name} told nothing of {key} within {WAIT_S} s") from None
+            if key in message:
+                return message
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def chain(names: Sequence[str], options: Sequence[str], namespaces: bool) -> Iterator[list[NodeProcess]]:
+    nodes: list[NodeProcess] = []
+    try:
+        for name in names:
+            bind = "0.0.0.0" if namespaces else "127.0.0.1"
+            before = ["ip", "netns", "exec", name] if namespaces else []
+            nodes.append(NodeProcess(name, [*options, "--bind", bind], before))
+        for i, node in enumerate(nodes):
+            endpoint = node.hear("endpoint")["endpoint"]
+            # The one that asks it is its next neighbour, by the link between them.
+            node.endpoint = endpoint.replace("0.0.0.0", f"10.77.{i}.1")
+        view = {
+            "epoch": 1,
+            "order": list(names),
+            "endpoints": {node.name: node.endpoint for node in nodes},
+            "master": names[0],
+        }
+        for node in nodes:
+            node.tell(view=view)
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+def broadcast(nodes: Sequence[NodeProcess], version: int, nbytes: int) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds from the announcement until the last relay holds the version, and each relay's hop."""
+    nodes[0].tell(publish={"version": version, "bytes": nbytes})
+    name = nodes[0].hear("published")["published"]
+    began = time.monotonic()
+    for node in nodes[1:]:
+        node.tell(announce=name)
+    held = [node.hear("held") for node in nodes[1:]]
+    return max(message["at"] for message in held) - began, [message["hop"] for message in held]
+
+
+# -- shaped links ---------------------------------------------------------------------------------------------------
+
+
+def run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, capture_output=not check)
+
+
+@contextmanager
+def shaped(names: Sequence[str], mbit: float) -> Iterator[None]:
+    """A namespace for each relay, a pair of interfaces between neighbours; both directions are shaped to `mbit`."""
+    try:
+        for name in names:
+            run("ip", "netns", "add", name)
+        for i, (left, right) in enumerate(itertools.pairwise(names)):
+            run("ip", "link", "add", "next", "netns", left, "type", "veth", "peer", "name", "before", "netns", right)
+            for name, device, address in ((left, "next", f"10.77.{i}.1/24"), (right, "before", f"10.77.{i}.2/24")):
+                inside = ("ip", "netns", "exec", name)
+                # Segments as they are on a wire: else tbf would meet packets of 64 KiB.
+                run(*inside, "ip", "link", "set", "dev", device, "gso_max_segs", "1", "gso_max_size", "1514")
+                run(*inside, "ip", "address", "add", address, "dev", device)
+                run(*inside, "ip", "link", "set", device, "up")
+                shape = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
+                run(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape)
+        yield
+    finally:
+        for name in names:
+            run("ip", "netns", "delete", name, check=False)
+
+
+def measure_chain(arguments: argparse.Namespace) -> None:
+    nbytes = arguments.megabytes << 20
+    rate = arguments.mbit * 1e6 / 8 * FRAME_PAYLOAD / FRAME_BYTES
+    piece = arguments.piece_kib << 10
+    k = chunk_count(nbytes, piece)
+    print(f"{arguments.megabytes} MiB in {k} pieces of {arguments.piece_kib} KiB, links of {arguments.mbit:g} Mbit/s")
+    print(f"{'hops':>4} {'seconds':>8} {'model':>8} {'/ model':>8} {'/ 1 hop':>8} {'link use':>8}")
+    first = 0.0
+    for hops in arguments.hops:
+        names = [f"lb-r{i}" for i in range(hops + 1)]
+        options = ["--chunk-kib", str(arguments.piece_kib), "--piece-kib", str(arguments.piece_kib)]
+        times, uses = [], []
+        with shaped(names, arguments.mbit), chain(names, options, namespaces=True) as nodes:
+            broadcast(nodes, 0, nbytes)  # touches the arenas
+            for version in range(1, arguments.repeats + 1):
+                seconds, received = broadcast(nodes, version, nbytes)
+                times.append(seconds)
+                uses.append(min(nbytes / hop["seconds"] / rate for hop in received))
+                peers = [hop["peers"] for hop in received]
+                if peers != [[name] for name in names[:-1]]:
+                    raise RuntimeError(f"this was not the chain: {peers}")
+        seconds = statistics.median(times)
+        first = first or seconds
+        model = broadcast_s(nbytes, hops + 1, piece, 1 / rate)
+        use = statistics.median(uses)
+        print(
+            f"{hops:4} {seconds:8.2f} {model:8.2f} {seconds / model:8.3f} {seconds / first:8.3f} {use:8.1%}", flush=True
+        )
+
+
+# -- loopback -------------------------------------------------------------------------------------------------------
+
+COPY = """
+import mmap, socket, sys, time
+port, nbytes, size, rounds = map(int, sys.argv[1:])
+target = mmap.mmap(-1, nbytes)
+target.write(bytes(nbytes))
+with socket.create_connection(("127.0.0.1", port)) as sock, memoryview(target) as view:
+    sock.sendall(b"r")
+    for _ in range(rounds):
+        at = 0
+        while at < nbytes:
+            at += sock.recv_into(view[at : at + size])
+        sock.sendall(b"d")
+"""
+
+
+def plain_copy(nbytes: int, size: int, rounds: int) -> list[float]:
+    """Seconds of each plain copy between two processes' mapped buffers."""
+    source = mmap.mmap(-1, nbytes)
+    source.write(os.urandom(1 << 20) * -(-nbytes // (1 << 20)) if nbytes < 1 << 20 else os.urandom(1 << 20))
+    for start in range(1 << 20, nbytes, 1 << 20):
+        source[start : min(nbytes, start + (1 << 20))] = source[: min(1 << 20, nbytes - start)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [sys.executable, "-c", COPY, str(port), str(nbytes), str(size), str(rounds)]
+        with subprocess.Popen(command):
+            peer, _ = server.accept()
+            times = []
+            with peer, memoryview(source) as view:
+                peer.recv(1)
+                for _ in range(rounds):
+                    began = time.monotonic()
+                    for start in range(0, nbytes, size):
+                        peer.sendall(view[start : start + size])
+                    peer.recv(1)
+                    times.append(time.monotonic() - began)
+    return times
+
+
+def measure_loopback(arguments: argparse.Namespace) -> None:
+    nbytes = arguments.megabytes << 20
+    print(f"one hop over loopback, {arguments.megabytes} MiB, {arguments.repeats} repeats")
+    options = ["--chunk-kib", "4096", "--streams", str(arguments.streams)]
+    with chain(["r0", "r1"], options, namespaces=False) as nodes:
+        for version in range(3):  # touches all arenas
+            broadcast(nodes, version, nbytes)
+        hop, plain = [], []
+        for version in range(3, 3 + arguments.repeats):
+            _, received = broadcast(nodes, version, nbytes)
+            hop.append(received[0]["seconds"])
+            plain.append(plain_copy(nbytes, 4 << 20, 2)[1])
+    ours, theirs = statistics.median(hop), statistics.median(plain)
+    share = statistics.median(p / h for p, h in zip(plain, hop, strict=True))
+    print(f"relay hop, checked  {nbytes / ours / 1e9:6.2f} GB/s  {ours * 1e3:8.1f} ms")
+    print(f"plain socket copy   {nbytes / theirs / 1e9:6.2f} GB/s  {theirs * 1e3:8.1f} ms")
+    print(f"share of the plain copy's rate, median of pairs: {share:.1%}")
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, _stop)  # namespaces and processes go before this one does
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", choices=["chain", "loopback"])
+    parser.add_argument("--megabytes", type=int, default=64, help="MiB of a version")
+    parser.add_argument("--mbit", type=float, default=160.0, help="rate of each link")
+    parser.add_argument("--piece-kib", type=int, default=1024)
+    parser.add_argument("--hops", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=1, help="connections of the loopback hop")
+    arguments = parser.parse_args()
+    if arguments.only != "loopback":
+        if os.geteuid() != 0:
+            raise SystemExit("network namespaces need root; `--only loopback` does not")
+        measure_chain(arguments)
+    if arguments.only != "chain":
+        measure_loopback(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -191,11 +191,11 @@ async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[Ru
     if manifest is not None and plan.existing is not None:
         await _check_age(plan, plan.existing, coordination, keys)
     file = await write_plan(plan, SystemClock(), step=head.decided if head else 0)
-    if manifest is None:
-        record = RunManifest(
-            run=keys.run, store=plan.storage.url, storage=plan.config.storage.model_dump(), store_id=file.store_id,
-            generation=file.generation, format_version=FORMAT_VERSION,
-        )  # fmt: skip
+    record = RunManifest(
+        run=keys.run, store=plan.storage.url, storage=plan.config.storage.model_dump(), store_id=file.store_id,
+        generation=manifest.generation if manifest else file.generation, format_version=FORMAT_VERSION,
+    )  # fmt: skip
+    if record != manifest:  # a new run, or the same store at another place
         await coordination.put(keys.manifest, record.dump())
     tried_again = head is not None and (head.state == "failed" or head.decided < plan.config.run.max_steps)
     if head is not None and head.state != "running" and tried_again:

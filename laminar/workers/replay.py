@@ -23,7 +23,7 @@ import pyarrow as pa
 from laminar.buffer.archive import archived_before, archived_paths
 from laminar.buffer.manifest import RunFile
 from laminar.buffer.steps import DecidedBatch, read_batch, read_decision
-from laminar.buffer.storage import NotFound, Storage, open_storage
+from laminar.buffer.storage import NotFound, Storage
 from laminar.config import Config, config_from, with_overrides
 from laminar.errors import ConfigError, StoreError
 from laminar.relay.layout import checksums, version_digest
@@ -113,7 +113,7 @@ def replay(store: StoreView, question: Question, tell: Callable[[ReplayedStep], 
 
 
 async def _replay(store: StoreView, question: Question, tell: Callable[[ReplayedStep], None]) -> list[ReplayedStep]:
-    storage = open_storage(store.root)
+    storage = store.storage
     plan = await plan_replay(storage, question)
     config = config_from(store.run.config, origin="run.json")
     folder = await asyncio.to_thread(check_model, store.run, question.model)

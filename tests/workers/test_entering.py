@@ -1,0 +1,47 @@
+"""The start of a run makes the store and etcd agree on where the store is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from laminar.buffer.keys import Keys
+from laminar.buffer.manifest import Fingerprints
+from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
+from laminar.buffer.records import RunManifest
+from laminar.buffer.schema import PROMPTS
+from laminar.buffer.storage import LocalStorage
+from laminar.config import config_from
+from laminar.workers.local import _enter
+from laminar.workers.preparation import Plan
+
+PRINTS = Fingerprints(model="a", tokenizer="b", template="c", prompts="d", held_out="e")
+ROWS = pa.Table.from_pylist([{"prompt_index": 0, "prompt": "what", "metadata": "{}", "source": "t"}], schema=PROMPTS)
+
+
+async def test_a_store_that_has_moved_is_found_by_its_workers(tmp_path: Path) -> None:
+    """They open what etcd's manifest names, so a resume from another place, or by another address, writes it anew."""
+    coordination, keys = MemoryCoordination(MemoryEtcd()), Keys("moved")
+
+    def plan(folder: Path, endpoint: str) -> Plan:
+        config = config_from(
+            {"run": {"name": "moved"}, "model": {"path": "m"}, "storage": {"endpoint_url": endpoint}}
+        )
+        return Plan(config, LocalStorage(folder), Path("m"), ROWS, PROMPTS.empty_table(), "", PRINTS, None)
+
+    async def manifest() -> RunManifest:
+        kv = await coordination.get(keys.manifest)
+        assert kv is not None
+        return RunManifest.parse(kv.value)
+
+    file, _ = await _enter(plan(tmp_path / "here", "http://old:9000"), coordination, keys)
+    first = await manifest()
+    assert (first.store, first.storage["endpoint_url"]) == (str(tmp_path / "here"), "http://old:9000")
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = plan(tmp_path / "there", "http://new:9000")
+    await _enter(Plan(**{**vars(moved), "existing": file}), coordination, keys)
+    second = await manifest()
+    assert (second.store, second.storage["endpoint_url"]) == (str(tmp_path / "there"), "http://new:9000")
+    assert (second.store_id, second.generation) == (first.store_id, first.generation)
+    await coordination.close()

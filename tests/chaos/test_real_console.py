@@ -27,10 +27,10 @@ def look(run: Any, command: str) -> str:
 
 
 def test_a_second_laminar_run_is_refused_and_status_tells_how_it_ended(real_run: MakeRun) -> None:
-    run = real_run()
+    run = real_run("run.max_steps=400")
     run.start()
     run.until(lambda: run.step() >= 2, "step 2")
-    second = real_run()
+    second = real_run("run.max_steps=400")
     second.output = run.root / "second.log"
     second.start()
     assert second.wait(60) == 2
@@ -43,7 +43,7 @@ def test_a_second_laminar_run_is_refused_and_status_tells_how_it_ended(real_run:
     rewards = {line.split(" | ")[0]: line.split(" | ")[1] for line in lines}
     log = run.worker_log("trainer")
     for step, reward in re.findall(r"step (\d+) trained: reward ([\d.]+)", log):
-        shown = rewards.get(f"step {int(step) + 1}/12")
+        shown = rewards.get(f"step {int(step) + 1}/400")
         assert shown in (None, f"reward {reward}"), "each line has the reward of its own step"
 
 

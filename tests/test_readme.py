@@ -115,6 +115,8 @@ async def test_the_documented_environment_plays(here: Path) -> None:
 def test_the_cluster_config_is_valid() -> None:
     cluster = config("/shared/runs")
     assert cluster.store_root == "/shared/runs/my-run" and len(cluster.coordination.endpoints) == 3
+    secured = config("s3://")
+    assert secured.flush_interval == 5.0 and secured.coordination.access().ca == "/etc/laminar/ca.pem"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

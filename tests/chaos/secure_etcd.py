@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from laminar.buffer.etcd import prefix_range
 from laminar.buffer.etcd3_shim import rpc
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.errors import CoordinationError, CoordinationUnavailable
@@ -51,12 +52,13 @@ class SecureEtcd(EtcdProcess):
             await client.close()
 
 
-async def ask_for_users(member: SecureEtcd, password: str = "secret") -> None:
-    """Users `root`, `laminar` (everything under /) and `guest` (nothing), all with this password."""
+async def ask_for_users(member: SecureEtcd, password: str = "secret", prefix: str = "/") -> None:
+    """Users `root`, `laminar` (everything under `prefix`) and `guest` (nothing), all with this password."""
     client = member.access("").connect()
     call = client._connection.call
     permission = sys.modules["etcd3.etcdrpc.auth_pb2"].Permission  # etcd3 leaves it out of its own names
-    everything = permission(permType=permission.READWRITE, key=b"/", range_end=b"0")
+    start, end = prefix_range(prefix)
+    everything = permission(permType=permission.READWRITE, key=start, range_end=end)
     requests: list[tuple[str, Any]] = [
         *(("UserAdd", rpc.AuthUserAddRequest(name=n, password=password)) for n in ("root", "laminar", "guest")),
         *(("RoleAdd", rpc.AuthRoleAddRequest(name=n)) for n in ("root", "laminar")),

@@ -28,7 +28,7 @@ def etcd(tmp_path: Path) -> Iterator[SecureEtcd]:
 
     async def start() -> None:
         await member.start()
-        await ask_for_users(member, SECRETS[0])
+        await ask_for_users(member, SECRETS[0], "/laminar/")
 
     asyncio.run(start())
     yield member
@@ -40,7 +40,7 @@ def laminar(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def until(condition: Any, what: str, timeout_s: float = 150) -> None:
+def until(condition: Any, what: str, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"

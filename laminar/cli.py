@@ -50,6 +50,12 @@ experience = typer.Typer(
     ),
 )
 app.add_typer(experience, name="experience")
+relay = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Look at the relays, which carry weights from the trainer to the rollouts' hosts.",
+)
+app.add_typer(relay, name="relay")
 
 PEM = "PEM file"
 RUN_HELP = "A run's name, a store folder or its URL."
@@ -156,6 +162,18 @@ def status(target: Target = None, etcd: Etcd = "") -> None:
     from laminar.workers.status import run_status
 
     _print(render.status(run_status(open_store(target), _endpoints(etcd))))
+
+
+@relay.command("status")
+def relay_status(target: Target = None, etcd: Etcd = "") -> None:
+    """The chain of a running run: versions held, bytes a second of each hop, repairs, last errors.
+
+    `lag` is the time from a relay's hearing of the version to its having all of it.
+    """
+    from laminar.workers.inspect import open_store
+    from laminar.workers.relay_status import chain_status, render_chain
+
+    _print(render_chain(chain_status(open_store(target), _endpoints(etcd))))
 
 
 @experience.command("ls")

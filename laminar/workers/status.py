@@ -10,10 +10,11 @@ import asyncio
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd_access import EtcdAccess, parse_endpoint
@@ -35,6 +36,8 @@ from laminar.errors import CoordinationError, StoreError
 from laminar.workers.display import Event, Snapshot, WorkerView
 from laminar.workers.ending import Ending, read_ending
 from laminar.workers.inspect import RUNS, StoreView
+
+T = TypeVar("T")
 
 LIVE_DEADLINE_S = 8.0
 PROBE_S = 1.0
@@ -135,14 +138,22 @@ def ways_to_etcd(store: StoreView, endpoints: list[str]) -> list[EtcdAccess]:
 
 
 async def _try_live(store: StoreView, access: EtcdAccess) -> tuple[LiveStatus | None, str]:
-    """The live status, or why there is none. An endpoint file outlives its etcd, so a cheap probe comes first."""
+    """The live status, or why there is none."""
+    return await ask_etcd(store, access, read_state)
+
+
+async def ask_etcd(
+    store: StoreView, access: EtcdAccess, read: Callable[[Coordination, Keys], Awaitable[T]]
+) -> tuple[T | None, str]:
+    """What `read` finds of the store's run, or why nothing can be read. An endpoint file outlives its etcd, so a cheap
+    probe comes first."""
     where = str(access)
     if not await _any_listens(access):
         return None, f"nothing listens at {where}"
     coordination = access.connect()
     try:
         async with asyncio.timeout(LIVE_DEADLINE_S):
-            return await read_live(coordination, store.run.run, store.run.store_id), ""
+            return await read(coordination, await _keys_of(coordination, store.run.run, store.run.store_id)), ""
     except TimeoutError:
         return None, f"etcd at {where} did not answer within {LIVE_DEADLINE_S:.0f} s"
     except (CoordinationError, StoreError) as e:
@@ -165,6 +176,10 @@ async def _any_listens(access: EtcdAccess) -> bool:
 
 async def read_live(coordination: Coordination, run: str, store_id: str = "") -> LiveStatus:
     """Read a run's state from etcd. Raises StoreError if etcd knows no such run, or knows it for another store."""
+    return await read_state(coordination, await _keys_of(coordination, run, store_id))
+
+
+async def _keys_of(coordination: Coordination, run: str, store_id: str) -> Keys:
     kv = await coordination.get(Keys(run).manifest)
     if kv is None:
         raise StoreError(f"etcd knows no run {run!r}")
@@ -174,7 +189,7 @@ async def read_live(coordination: Coordination, run: str, store_id: str = "") ->
             f"etcd knows run {run!r} with the store {manifest.store} (id {manifest.store_id}), not with this one (id "
             f"{store_id}): another run took the name or the port"
         )
-    return await read_state(coordination, Keys(run, manifest.generation))
+    return Keys(run, manifest.generation)
 
 
 async def read_state(coordination: Coordination, keys: Keys) -> LiveStatus:

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 MakeRun = Callable[..., RealRun]
 
 
-@pytest.mark.parametrize("kind", ["rollout", "trainer", "committer", "relay"])
+@pytest.mark.parametrize(
+    "kind", ["rollout", "trainer", "relay", pytest.param("committer", marks=pytest.mark.nightly)]
+)
 def test_a_process_that_wakes_after_its_lease_writes_nothing_that_counts(
     real_run: MakeRun, recorder: Recorder, kind: str
 ) -> None:

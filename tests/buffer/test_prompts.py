@@ -118,7 +118,8 @@ def test_unusable_rows_are_counted_and_named() -> None:
         "of more than 100 bytes": 2,
         "with metadata that are no JSON object": 2,
     }
-    assert "3 of 14 prompts are usable; left out: 2 without a prompt (row 1: None; row 2: None), 2 empty (row 3" in report.describe()
+    told = report.describe()
+    assert "3 of 14 prompts are usable; left out: 2 without a prompt (row 1: None; row 2: None), 2 empty (row 3" in told
 
 
 def test_of_many_bad_rows_the_first_are_shown() -> None:

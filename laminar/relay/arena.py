@@ -85,6 +85,11 @@ class Arena:
     def capacity(self) -> int:
         return self._mapping.nbytes
 
+    @property
+    def address(self) -> int:
+        """Where the memory begins in this process, for devices that are told addresses."""
+        return self._mapping.address
+
     def buffer(self, nbytes: int) -> memoryview:
         """The first `nbytes` bytes, writable, of this process's mapping."""
         if nbytes > self.capacity:

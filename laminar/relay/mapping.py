@@ -45,6 +45,11 @@ class SharedMapping:
         whole = memoryview(memory).cast("B")
         self.buffer = whole if writable else whole.toreadonly()
 
+    @property
+    def address(self) -> int:
+        """Where `buffer` begins in this process, for devices that are told addresses."""
+        return self._address
+
     def close(self) -> None:
         """Unmap. Raises BufferError if views of `buffer` are alive: they stay valid, and the last one's end unmaps."""
         self.buffer.release()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -65,6 +66,18 @@ class SimArena:
         return self.arena.buffer(self.layout.total_bytes)
 
 
+@dataclass(frozen=True)
+class SimKept:
+    """A version's bytes as its mapping keeps them: the relay's death does not touch them."""
+
+    info: VersionInfo
+    layout: Layout
+    buffer: memoryview
+
+    def close(self) -> None:
+        self.buffer.release()
+
+
 class SimRelayAccess:
     """One process's way to the relay at `path`."""
 
@@ -109,6 +122,10 @@ class SimRelayAccess:
             return await relay.holdings.seal(arena.arena, arena.layout, version)
 
         return await self._call(seal)
+
+    async def open(self, version: int) -> SimKept:
+        info, layout, content = await self.read(version)
+        return SimKept(info, layout, memoryview(content))
 
     async def fetch(self, version: int, digest: str, timeout_s: float) -> None:
         async def fetch(relay: SimWeights) -> None:

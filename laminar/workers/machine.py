@@ -21,6 +21,21 @@ class ArenaToFill(Protocol):
     def buffer(self) -> memoryview: ...
 
 
+class KeptWeights(Protocol):
+    """A version that stays in memory until `close`, whatever becomes of its relay."""
+
+    @property
+    def info(self) -> VersionInfo: ...
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+    def close(self) -> None: ...
+
+
 class RelayAccess(Protocol):
     """How a worker reaches the relay of its host. Raises RelayUnavailable, WeightsError."""
 
@@ -29,6 +44,8 @@ class RelayAccess(Protocol):
     async def reserve(self, layout: Layout) -> ArenaToFill | None: ...
 
     async def seal(self, arena: ArenaToFill, version: int) -> VersionInfo: ...
+
+    async def open(self, version: int) -> KeptWeights: ...
 
     async def fetch(self, version: int, digest: str, timeout_s: float) -> None: ...
 

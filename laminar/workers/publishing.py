@@ -15,6 +15,7 @@ from laminar.buffer.records import WeightsHead
 from laminar.clock import Clock
 from laminar.errors import Fenced, LaminarError, WeightsError
 from laminar.workers.context import Run
+from laminar.workers.keeping import Keeper
 from laminar.workers.learning.base import Learner
 from laminar.workers.machine import ArenaToFill, RelayAccess
 from laminar.workers.mirror import Mirror
@@ -50,6 +51,7 @@ class Publisher:
         self.ledger = ledger
         self.relays = relays
         self.skipped = 0
+        self.keeper = Keeper(run, ledger, self._relay)
 
     def _relay(self) -> tuple[str, RelayAccess] | None:
         """The id of this host's relay, and a way to it."""
@@ -136,6 +138,7 @@ class Publisher:
             if found is None or found.version >= staged.version:
                 raise Fenced(f"version {staged.version} was not announced: somebody else published {self.keys.weights}")
         log.info("published version %d (%s)", staged.version, info.digest[:12])
+        await self.keeper.keep(staged.relay, staged.client, staged.version)
         return info.digest
 
     async def _put_head(self, head: WeightsHead, seen: KeyValue | None) -> bool:

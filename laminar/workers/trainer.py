@@ -388,7 +388,13 @@ async def trainer_main(run: Run, member: Member, make_learner: Any, experience: 
     log.info("%s leads the training", member.id)
     learner = await asyncio.to_thread(make_learner)
     trainer = Trainer(run, member, leadership, learner, experience, sinks)
-    await until_first(_run_or_fail(trainer), trainer.report(), member.until_lost(), _replaced(member, leadership))
+    await until_first(
+        _run_or_fail(trainer),
+        trainer.report(),
+        trainer.publisher.keeper.run(),
+        member.until_lost(),
+        _replaced(member, leadership),
+    )
 
 
 async def _run_or_fail(trainer: Trainer) -> None:

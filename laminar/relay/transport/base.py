@@ -37,6 +37,10 @@ class LinkBroken(WeightsError):
     """The connection to a peer ended, or the peer fell silent."""
 
 
+class FabricFailed(LinkBroken):
+    """This transport does not get through to the peer, which lives: another one may."""
+
+
 class PeerRefused(WeightsError):
     """The peer answers, but neither holds nor will receive what was asked for, or denies us."""
 

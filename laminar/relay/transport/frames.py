@@ -11,6 +11,13 @@ bytes of a piece follow its frame untagged: the receiver checks them against the
     WAITING  nothing: alive, but has nothing to send yet                    server
     REFUSED  JSON: reason                                                   server
     DONE     nothing: all that was wanted has been sent                     server
+
+Of the transport `verbs`, where pieces are written by the device and not sent (see there):
+
+    QUEUE    JSON: a queue pair's end; the asker's names its memory too     asker, then server
+    CREDIT   count (4 bytes): so many more pieces may be written            asker
+    FAILED   JSON: reason; the device failed, this connection works         server
+    DONE     nothing: no word follows before the next FIND                  asker too
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from laminar.relay.transport.handshake import TAG_BYTES, Sealer
 
 PREFIX = struct.Struct(">BI")
 PIECE = struct.Struct(">II")
+CREDIT = struct.Struct(">I")
 JSON_LENGTH = struct.Struct(">I")
 CHECKSUM_BYTES = 32
 MAX_ACCEPTABLE = 64
@@ -48,6 +56,9 @@ class Kind(IntEnum):
     WAITING = 5
     REFUSED = 6
     DONE = 7
+    QUEUE = 8
+    CREDIT = 9
+    FAILED = 10
 
 
 LONGEST: Mapping[Kind, int] = {
@@ -58,6 +69,9 @@ LONGEST: Mapping[Kind, int] = {
     Kind.WAITING: 0,
     Kind.REFUSED: 4 * MAX_REASON + 100,
     Kind.DONE: 0,
+    Kind.QUEUE: 64 << 10,
+    Kind.CREDIT: CREDIT.size,
+    Kind.FAILED: 4 * MAX_REASON + 100,
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
@@ -93,7 +94,7 @@ class TcpTransport:
         self._spawn(self._accept(self._listener, find))
         return join_endpoint(self._advertise or host, port)
 
-    async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> TcpLink:
+    async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SocketLink:
         host, port = split_endpoint(endpoint)
         loop = asyncio.get_running_loop()
         peer = f"{relay} at {endpoint}"
@@ -109,7 +110,7 @@ class TcpTransport:
                     await channel.send_bytes(memoryview(proof))
                     sent_at = loop.time()
                     channel.sealed_by(*asker.finish(await channel.exactly(ACCEPT.size)))
-                    return TcpLink(channel, round_trip_s=loop.time() - sent_at)
+                    return self._link(relay, channel, loop.time() - sent_at)
                 except BaseException:
                     sock.close()
                     raise
@@ -117,6 +118,14 @@ class TcpTransport:
             raise LinkBroken(f"{peer} was not reached within {deadline_s:g} s") from None
         except OSError as e:
             raise LinkBroken(f"{peer} cannot be reached: {e.strerror or e}") from e
+
+    def _link(self, relay: str, channel: FrameChannel, round_trip_s: float) -> SocketLink:
+        """The asking side of a connection on which both have proved the secret."""
+        return TcpLink(channel, round_trip_s=round_trip_s)
+
+    async def _serve_chunks(self, channel: FrameChannel, source: ChunkSource, wanted: ChunkSet, grain: int) -> None:
+        """Send what was fetched."""
+        await _send_pieces(channel, source, wanted, grain)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -204,7 +213,7 @@ class TcpTransport:
 
         try:
             try:
-                await _alive(channel, look())
+                await alive(channel, look())
             except LinkBroken:
                 raise
             except WeightsError as e:
@@ -216,7 +225,7 @@ class TcpTransport:
             await channel.send(Kind.HEADER, await asyncio.to_thread(encode_header, header, layout))
             _, payload = await channel.receive(Kind.FETCH, silence_s=IDLE_S)
             wanted, grain = decode_fetch(payload, header.chunks)
-            await _send_pieces(channel, source, wanted, grain)
+            await self._serve_chunks(channel, source, wanted, grain)
         finally:
             for source in sources:
                 source.close()
@@ -242,13 +251,17 @@ class TcpTransport:
             log.error("a connection to a relay failed", exc_info=failure)
 
 
-class TcpLink:
-    """The asking side of a connection."""
+class SocketLink(ABC):
+    """The asking side of a connection: finding. How the chunks come, a subclass says."""
 
     def __init__(self, channel: FrameChannel, *, round_trip_s: float) -> None:
         self.round_trip_s = round_trip_s
         self._channel = channel
         self._found: VersionHeader | None = None
+
+    @abstractmethod
+    def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+        """As `transport.base.Link.receive`."""
 
     async def find(self, request: PullRequest) -> VersionHeader:
         await self._channel.send(Kind.FIND, encode_request(request))
@@ -256,10 +269,30 @@ class TcpLink:
         self._found = await asyncio.to_thread(decode_header, payload, request.known_layout)
         return self._found
 
-    async def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+    async def close(self) -> None:
+        self._channel.close()
+
+    def _take_found(self) -> VersionHeader:
         header, self._found = self._found, None
         if header is None:
             raise AssertionError("find a version before its chunks are received")
+        return header
+
+    async def _receive(self, kind: Kind) -> bytes:
+        """The next frame that is not only a sign of life."""
+        while True:
+            got, payload = await self._channel.receive(kind, Kind.WAITING, Kind.REFUSED)
+            if got is Kind.REFUSED:
+                raise PeerRefused(f"{self._channel.peer}: {decode_reason(payload)}")
+            if got is kind:
+                return payload
+
+
+class TcpLink(SocketLink):
+    """Chunks come over the same connection."""
+
+    async def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+        header = self._take_found()
         await self._channel.send(Kind.FETCH, encode_fetch(wanted, grain))
         missing = wanted.copy()
         total = header.layout.total_bytes
@@ -277,18 +310,6 @@ class TcpLink:
         finally:
             arena.pins -= 1
 
-    async def close(self) -> None:
-        self._channel.close()
-
-    async def _receive(self, kind: Kind) -> bytes:
-        """The next frame that is not only a sign of life."""
-        while True:
-            got, payload = await self._channel.receive(kind, Kind.WAITING, Kind.REFUSED)
-            if got is Kind.REFUSED:
-                raise PeerRefused(f"{self._channel.peer}: {decode_reason(payload)}")
-            if got is kind:
-                return payload
-
 
 async def _send_pieces(channel: FrameChannel, source: ChunkSource, wanted: ChunkSet, grain: int) -> None:
     header = source.header
@@ -296,7 +317,7 @@ async def _send_pieces(channel: FrameChannel, source: ChunkSource, wanted: Chunk
     with source.arena.buffer(total) as buffer:
         while len(wanted) > 0:
             try:
-                piece = await _alive(channel, source.ready(wanted, grain))
+                piece = await alive(channel, source.ready(wanted, grain))
             except LinkBroken:
                 raise
             except WeightsError as e:
@@ -310,7 +331,7 @@ async def _send_pieces(channel: FrameChannel, source: ChunkSource, wanted: Chunk
     await channel.send(Kind.DONE)
 
 
-async def _alive(channel: FrameChannel, work: Awaitable[T]) -> T:
+async def alive(channel: FrameChannel, work: Awaitable[T]) -> T:
     """The result of `work`; meanwhile the peer hears that we live, and we hear if it does not."""
     task = asyncio.ensure_future(work)
     try:

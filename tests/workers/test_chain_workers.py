@@ -1,0 +1,296 @@
+"""Relay workers on the in-process etcd, with their real sockets: chains are planned, versions arrive, masters change."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from laminar.buffer.coordination import KeyValue
+from laminar.buffer.keys import Keys
+from laminar.buffer.ledger import Ledger
+from laminar.buffer.manifest import Fingerprints, RunFile
+from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
+from laminar.buffer.records import ChainRecord, RelayLoad, RunManifest, WeightsHead, WorkerRecord
+from laminar.buffer.schema import FORMAT_VERSION
+from laminar.buffer.session import Election
+from laminar.buffer.storage import MemoryStorage
+from laminar.clock import SystemClock
+from laminar.config import Config, RelayConfig
+from laminar.errors import ConfigError, StoreError
+from laminar.relay.layout import Layout
+from laminar.workers.chain import address_within, listening, run_secret, tcp_transports
+from laminar.workers.chain_planning import elected, planned
+from laminar.workers.context import Member, Run, joined
+from laminar.workers.machine import Machine, this_machine
+from laminar.workers.mirror import Mirror
+from laminar.workers.publishing import Publisher
+from laminar.workers.relay import relay_main, serve_weights
+from laminar.workers.relay_status import ChainStatus, read_chain, render_chain
+from laminar.workers.weights import find_weights
+
+KEYS = Keys("run")
+LAYOUT = Layout.from_tensors({"w": ("uint8", (300_000,))})
+PRINTS = Fingerprints(model="", tokenizer="", template="", prompts="", held_out="")
+
+
+class IdleCommitter:
+    """The committer's process of a run in which nothing is committed."""
+
+    async def start(self) -> None: ...
+
+    async def wait(self) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def stop(self, *, grace_s: float) -> None: ...
+
+
+class FixedLearner:
+    """The learner's side of a publish: bytes that only depend on the version."""
+
+    layout = LAYOUT
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def stage(self) -> float:
+        return 0.0
+
+    def write_weights(self, target: memoryview) -> None:
+        target[:] = random.Random(self.version).randbytes(LAYOUT.total_bytes)
+
+
+class Cluster:
+    """Relays that share an etcd; each counts as a host of its own, all of them on this one."""
+
+    def __init__(self) -> None:
+        self.server = MemoryEtcd()
+        self.storage = MemoryStorage()
+        self.config = Config.model_validate({"model": {"path": "m"}, "relay": {"chunk_mib": 1}})
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.coordination = MemoryCoordination(self.server)
+
+    async def prepare(self) -> None:
+        manifest = RunManifest(
+            run="run", store="memory://", store_id="0" * 16, generation=1, format_version=FORMAT_VERSION
+        )
+        await self.coordination.put(KEYS.manifest, manifest.dump())
+
+    def run(self) -> Run:
+        machine = this_machine()
+        machine = Machine("host", machine.pid, secrets.token_hex, machine.relay)
+        coordination = MemoryCoordination(self.server, Faults(random.Random(len(self.tasks))))
+        file = RunFile(
+            run="run", store_id="0" * 16, created_at_us=0, config={}, model_folder="", prompts=1, held_out=0,
+            fingerprints=PRINTS,
+        )  # fmt: skip
+        return Run(coordination, KEYS, self.storage, file, self.config, SystemClock(), machine)
+
+    async def relay(self) -> str:
+        """A new relay; its id."""
+        before = set(await self.relays())
+        run = self.run()
+        work = relay_main(run, asyncio.Event(), serve_weights(run), IdleCommitter, tcp_transports)
+        task = asyncio.create_task(work)
+        name = await self.until(lambda: self.new(before), "the relay joins")
+        self.tasks[name] = task
+        return str(name)
+
+    async def new(self, before: set[str]) -> str | None:
+        return next(iter(set(await self.relays()) - before), None)
+
+    async def relays(self) -> list[str]:
+        return [WorkerRecord.parse(kv.value).id for kv in (await self.coordination.range(KEYS.workers("relay"))).items]
+
+    async def kill(self, relay: str) -> None:
+        """Its connections end, and its lease with them."""
+        task = self.tasks.pop(relay)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], Any], what: str, timeout_s: float = 15.0) -> Any:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not (result := await condition()):  # noqa: ASYNC110  the conditions are of many kinds
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise AssertionError(f"not within {timeout_s} s: {what}") from None
+        return result
+
+    async def status(self) -> ChainStatus:
+        return await read_chain(self.coordination, KEYS)
+
+    async def all_report(self, version: int) -> None:
+        async def reported() -> bool:
+            status = await self.status()
+            return all(view.load and version in view.load.held for view in status.relays)
+
+        await self.until(reported, f"all relays hold version {version}")
+
+    async def chain_of(self, count: int) -> list[str]:
+        async def there() -> list[str] | None:
+            kv = await self.coordination.get(KEYS.chain)
+            order = ChainRecord.parse(kv.value).order if kv else []
+            return order if len(order) == count else None
+
+        return list(await self.until(there, f"a chain of {count}"))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    await cluster.prepare()
+    yield cluster
+    for name in list(cluster.tasks):
+        await cluster.kill(name)
+
+
+@pytest.fixture
+async def publisher(cluster: Cluster) -> AsyncIterator[Publisher]:
+    run = cluster.run()
+    async with joined(run, "trainer") as member, Mirror(run.coordination, KEYS.workers("relay")) as relays:
+        publisher = Publisher(run, await leading(run, member), relays)
+        keeping = asyncio.create_task(publisher.keeper.run())
+        yield publisher
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def leading(run: Run, member: Member) -> Ledger:
+    leadership = await Election(run.coordination, member.session, KEYS.leader("trainer"), member.id).campaign()
+    return Ledger(run.coordination, KEYS, member.id, leadership)
+
+
+async def publish(publisher: Publisher, learner: FixedLearner, version: int) -> None:
+    learner.version = version
+    staged = await publisher.stage(learner)  # type: ignore[arg-type]
+    assert staged is not None
+    await publisher.announce(staged)
+
+
+async def test_a_published_version_reaches_all_relays_and_masters_change(
+    cluster: Cluster, publisher: Publisher
+) -> None:
+    first = await cluster.relay()
+    second = await cluster.relay()
+    assert await cluster.chain_of(2) == [first, second]
+    learner = FixedLearner()
+    await publish(publisher, learner, 0)
+    await cluster.all_report(0)
+    head = await publisher.published()
+    assert head is not None and head.master == second, "the newest relay of this host is the trainer's"
+    status = await cluster.status()
+    assert [view.record.id for view in status.relays] == [second, first], "shown in the order of the newest version"
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_chain(status))
+    shown = console.export_text()
+    assert "2 relays, chain epoch 2" in shown and "(master)" in shown
+
+    third = await cluster.relay()
+    await cluster.all_report(0)
+    await cluster.kill(second)
+    await cluster.chain_of(2)
+
+    async def moved() -> bool:
+        head = await publisher.published()
+        return head is not None and head.master in (first, third)
+
+    await cluster.until(moved, "another master")
+    await publish(publisher, learner, 1)
+    await cluster.all_report(1)
+
+
+async def test_bytes_that_only_a_dead_relay_held_are_offered_again_by_the_trainer(
+    cluster: Cluster, publisher: Publisher
+) -> None:
+    first = await cluster.relay()
+    learner = FixedLearner()
+    await publish(publisher, learner, 3)
+    published = await publisher.published()
+    await cluster.kill(first)
+    second = await cluster.relay()
+    await cluster.all_report(3)
+    head = await publisher.published()
+    assert published is not None and head == published.model_copy(update={"master": second})
+    assert publisher.keeper.offered == 1
+
+
+async def test_an_older_version_of_another_host_is_fetched_for_whoever_needs_it(
+    cluster: Cluster, publisher: Publisher
+) -> None:
+    await cluster.relay()
+    learner = FixedLearner()
+    await publish(publisher, learner, 1)
+    await cluster.all_report(1)
+    await publish(publisher, learner, 2)
+    late = await cluster.relay()
+    await cluster.all_report(2)
+    relays = (await cluster.coordination.range(KEYS.workers("relay"))).items
+    source = await find_weights(cluster.run(), relays, 1)
+    record = next(WorkerRecord.parse(kv.value) for kv in relays if WorkerRecord.parse(kv.value).id == late)
+    assert source is not None and source.version == 1
+    assert getattr(source, "socket", "") == record.endpoint.removeprefix("unix:")
+    assert await find_weights(cluster.run(), relays, 0) is None
+
+
+async def test_the_secret_is_made_once_and_shown_nowhere(cluster: Cluster) -> None:
+    first, second = cluster.run(), cluster.run()
+    secret = await run_secret(first.coordination, KEYS, first.machine)
+    assert await run_secret(second.coordination, KEYS, second.machine) == secret and len(secret) == 64
+    await cluster.relay()
+
+    async def reported() -> bool:
+        return all(view.load is not None for view in (await cluster.status()).relays)
+
+    await cluster.until(reported, "a report")
+    values = {kv.key: kv.value for kv in (await cluster.coordination.range(KEYS.root)).items}
+    assert [key for key, value in values.items() if secret.decode() in value] == [KEYS.secret]
+    await cluster.coordination.put(KEYS.secret, "short")
+    with pytest.raises(StoreError, match="no usable secret"):
+        await run_secret(first.coordination, KEYS, first.machine)
+
+
+def record(relay: str, host: str, rack: str = "") -> KeyValue:
+    worker = WorkerRecord(kind="relay", id=relay, host=host, pid=1, started_at_us=0, rack=rack)
+    return KeyValue(KEYS.worker("relay", relay), worker.dump(), 1, 1)
+
+
+def test_a_new_epoch_is_planned_only_when_relays_come_or_go() -> None:
+    first = planned([record("a", "h1", "r1"), record("b", "h2", "r2")], None)
+    assert first == ChainRecord(epoch=1, order=["a", "b"])
+    assert planned([record("b", "h2", "r2"), record("a", "h1", "r1")], first) is None
+    assert planned([record("b", "h2"), record("c", "h3")], first) == ChainRecord(epoch=2, order=["b", "c"])
+    racked = planned([record("a", "h1", "r1"), record("b", "h2", "r2"), record("c", "h3", "r1")], first)
+    assert racked is not None and racked.order == ["a", "c", "b"]
+    assert planned([], None) == ChainRecord(epoch=1, order=[])
+
+
+def test_the_next_master_is_the_first_that_holds_the_published_bytes() -> None:
+    head = WeightsHead(version=7, digest="d", layout_digest="", bytes=1, master="gone")
+    chain = ChainRecord(epoch=3, order=["a", "b", "c"])
+
+    def load(relay: str, held: dict[int, str]) -> KeyValue:
+        return KeyValue(KEYS.load("relay", relay), RelayLoad(epoch=3, held=held).dump(), 1, 1)
+
+    assert elected(head, chain, [load("a", {6: "c"}), load("b", {7: "other"}), load("c", {6: "c", 7: "d"})]) == "c"
+    assert elected(head, chain, [load("a", {6: "c"})]) is None
+
+
+def test_where_a_relay_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listening(RelayConfig(), "node1") == ("127.0.0.1", "")
+    assert listening(RelayConfig(bind="0.0.0.0"), "node1") == ("0.0.0.0", "node1")
+    assert listening(RelayConfig(bind="127.0.0.0/8"), "node1") == ("127.0.0.1", "")
+    monkeypatch.setenv("LAMINAR_RELAY_BIND", "10.0.0.7")
+    monkeypatch.setenv("LAMINAR_RELAY_ADVERTISE", "node1-fast")
+    assert listening(RelayConfig(bind="0.0.0.0"), "node1") == ("10.0.0.7", "node1-fast")
+    with pytest.raises(ConfigError, match="neither an address nor a network"):
+        address_within("10.0.0.0/99")
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.0/24"):
+        address_within("203.0.113.0/24")

@@ -11,6 +11,7 @@ class Kind(Enum):
     KILL = "kill"
     CRASH_AT_CALL = "crash at a call"
     STOP = "stop and continue"
+    STOP_AT_CALL = "stop at a call, continue"
     TERMINATE = "terminate"
     PARTITION = "cut off from etcd"
     NETWORK = "replies lost or late"
@@ -32,7 +33,8 @@ class Kind(Enum):
 WEIGHTS: dict[Kind, float] = {
     Kind.KILL: 3,
     Kind.CRASH_AT_CALL: 8,
-    Kind.STOP: 4,
+    Kind.STOP: 2,
+    Kind.STOP_AT_CALL: 5,
     Kind.TERMINATE: 1.5,
     Kind.PARTITION: 3,
     Kind.NETWORK: 3,
@@ -83,11 +85,11 @@ class Plan:
 
 
 def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[Kind] = frozenset()) -> Plan:
-    """A cluster and 1 to 8 faults within `window_s` seconds; pauses last up to three leases of `lease_s`."""
+    """A cluster and 1 to 12 faults within `window_s` seconds; pauses last up to three leases of `lease_s`."""
     source = random.Random(f"plan/{seed}")
     kinds = [k for k in WEIGHTS if k not in without]
     faults = []
-    for _ in range(source.randint(1, 8)):
+    for _ in range(source.randint(1, 12)):
         kind = source.choices(kinds, [WEIGHTS[k] for k in kinds])[0]
         faults.append(
             Fault(

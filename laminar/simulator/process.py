@@ -40,6 +40,8 @@ class SimProcess:
     calls: int = 0
     crash: tuple[int, CrashAt] | None = None
     """Die at this call, counted from 1."""
+    pause: tuple[int, CrashAt, float] | None = None
+    """Be stopped at this call, for so many seconds."""
     deferred: list[asyncio.Handle] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     on_death: list[Callable[[], None]] = field(default_factory=list)
@@ -86,15 +88,24 @@ class SimProcess:
     async def gate(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call to the outside, unless this process dies of it."""
         self.calls += 1
-        crash = self.crash is not None and self.crash[0] == self.calls
-        if crash and self.crash is not None and self.crash[1] is CrashAt.BEFORE:
-            self.kill()
-            await asyncio.sleep(0)  # never comes back
+        mine = self.calls
+        if self._strikes(mine, CrashAt.BEFORE):
+            await asyncio.sleep(0)  # comes back when the process is continued; never, if it died
         result = await call()
-        if crash:
-            self.kill()
+        if self._strikes(mine, CrashAt.AFTER):
             await asyncio.sleep(0)
         return result
+
+    def _strikes(self, call: int, moment: CrashAt) -> bool:
+        """Whether this process died, or was stopped, at this moment of its call."""
+        if self.crash == (call, moment):
+            self.kill()
+            return True
+        if self.pause is not None and self.pause[:2] == (call, moment):
+            self.stop()
+            self.loop.call_later(self.pause[2], self.cont, context=contextvars.Context())
+            return True
+        return False
 
     def ask(self, make: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Future[T]:
         """Run a coroutine inside this process for somebody else. If it dies, the future ends with ConnectionError."""

@@ -35,7 +35,7 @@ class Weather:
             ending()
         for slot in self.cluster.slots:
             if slot.process is not None:
-                slot.process.crash = None
+                slot.process.crash = slot.process.pause = None
 
     async def inject(self, fault: Fault) -> bool:
         """Whether there was something to hit."""
@@ -77,6 +77,10 @@ class Weather:
                 process.kill()
             case Kind.CRASH_AT_CALL:
                 process.crash = (process.calls + fault.calls, CrashAt.AFTER if fault.after else CrashAt.BEFORE)
+            case Kind.STOP_AT_CALL:
+                moment = CrashAt.AFTER if fault.after else CrashAt.BEFORE
+                process.pause = (process.calls + fault.calls, moment, fault.duration)
+                self._endings.append(process.cont)
             case Kind.STOP:
                 process.stop()
                 self._later(fault.duration, process.cont)

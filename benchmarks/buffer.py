@@ -106,12 +106,12 @@ class World:
             self.finisher.put(Done(h, f))
         seen = 0
         while seen < len(finished):
+            before = self.head.only  # ahead of the look: what is committed during it must not be waited for
             rows = await self.table.scan_since(self.scanned, ["group", "sample", "status", "reward"])
             if rows.num_rows:
                 self.scanned = max(rows["commit_seq"].to_pylist())
                 seen += rows.num_rows
                 continue
-            before = self.head.only
             if not await self.head.wait_for(lambda b=before: self.head.only != b, VISIBLE_DEADLINE_S):
                 raise RuntimeError(f"{seen} of {len(finished)} rows were visible after {VISIBLE_DEADLINE_S:g} s")
         visible = time.perf_counter()

@@ -272,7 +272,10 @@ class Rollout:
         logs = {s: await read_partials(self.run_info.storage, s) for s in sources}
         for damage in (d for rows in logs.values() for d in rows.damage):
             log.error("adopting from a damaged log, what it lost is generated again: %s", damage)
-        adopting = [self._restored(h, logs[h.claim.source.worker]) for h in waiting]
+        adopting: list[Trajectory] = []
+        for held in waiting:
+            adopting.append(self._restored(held, logs[held.claim.source.worker]))
+            await asyncio.sleep(0)  # long trajectories take milliseconds each: generation and the lease go on meanwhile
         self.live |= {t.id: t for t in adopting}
         # One flush for all: a flush each would keep the last of 256 from generating for seconds.
         await self.flusher.durable()

@@ -266,8 +266,9 @@ class EvaluationConfig(Section):
 
 
 class RelayConfig(Section):
-    chunk_mib: int = Field(16, ge=1)
-    """Size of a checksummed chunk, MiB."""
+    chunk_mib: int = Field(4, ge=1, le=64)
+    """Size of a checksummed chunk, MiB: the least that travels from relay to relay. What travels at once is computed,
+    1 to 64 MiB, from the length of the chain and the rate of its links. Weights have a million chunks at most."""
     retain: int = Field(2, ge=1)
     """Newest versions kept beside those that claims refer to."""
     bind: str = "127.0.0.1"

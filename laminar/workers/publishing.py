@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from laminar.buffer.coordination import Coordination, KeyValue, absent, unchanged
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import WeightsHead
+from laminar.buffer.records import RelayLoad, WeightsHead
 from laminar.clock import Clock
 from laminar.errors import Fenced, LaminarError, WeightsError
 from laminar.workers.context import Run
@@ -140,6 +140,18 @@ class Publisher:
         log.info("published version %d (%s)", staged.version, info.digest[:12])
         await self.keeper.keep(staged.relay, staged.client, staged.version)
         return info.digest
+
+    async def spread(self) -> dict[str, float | None]:
+        """How the newest version that any other relay has got spread, for the metrics: `broadcast_s` until the last of
+        those had it, `hop_bytes_s` of the slowest hop. Empty without other relays."""
+        loads = (await self.coordination.range(self.keys.load("relay", ""))).items
+        hops = [hop for kv in loads if (hop := RelayLoad.parse(kv.value).hop) is not None]
+        newest = max((hop.version for hop in hops), default=-1)
+        last = [hop for hop in hops if hop.version == newest]
+        if not last:
+            return {}
+        slowest = min(hop.bytes / max(hop.seconds, 1e-9) for hop in last)
+        return {"broadcast_s": max(hop.lag_s for hop in last), "hop_bytes_s": slowest}
 
     async def _put_head(self, head: WeightsHead, seen: KeyValue | None) -> bool:
         expected = unchanged(seen) if seen else absent(self.keys.weights)

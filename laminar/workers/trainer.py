@@ -287,6 +287,7 @@ class Trainer:
         metrics = step_metrics(batch, trained.rows, trained.result, version_before=step, started=train_s)
         if staged is not None:
             metrics |= {"publish_copy_s": staged.copy_s, "publish_cast_s": staged.cast_s}
+        metrics |= await self.publisher.spread()
         metrics["publishes_skipped"] = float(self.publisher.skipped)
         version = step + 1
         every = self.config.evaluation.every

@@ -1,4 +1,4 @@
-"""Relay workers on the in-process etcd, with their real sockets: chains are planned, versions arrive, masters change."""
+"""Relay workers on the in-process etcd, over real sockets: chains are planned, versions arrive, masters change."""
 
 from __future__ import annotations
 
@@ -205,6 +205,8 @@ async def test_a_published_version_reaches_all_relays_and_masters_change(
     await cluster.until(moved, "another master")
     await publish(publisher, learner, 1)
     await cluster.all_report(1)
+    spread = await publisher.spread()
+    assert 0 < spread["broadcast_s"] < 15 and spread["hop_bytes_s"] > 0  # type: ignore[operator]
 
 
 async def test_bytes_that_only_a_dead_relay_held_are_offered_again_by_the_trainer(

@@ -9,12 +9,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import IO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from laminar.buffer.space import says_full
 
 HEARTBEAT_S = 30.0
 """In plain output a line is due at least this often, so that a long start or step does not look like a hang."""
@@ -206,4 +209,15 @@ class Display:
             self._print(plain_line(snapshot))
 
     def _print(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        write_line(self.console.file, line)
+
+
+def write_line(stream: IO[str], text: str) -> None:
+    """Write text and an end of line, at once. A full disk under a redirected output must not end the run: the stream
+    keeps the text for the next time."""
+    try:
+        stream.write(text + os.linesep)
+        stream.flush()
+    except OSError as e:
+        if not says_full(e):
+            raise

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -34,7 +33,7 @@ from laminar.config import Config
 from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LaminarError, StoreError
 from laminar.workers.children import worker_command
 from laminar.workers.disk import restarted, watch_disk
-from laminar.workers.display import Display
+from laminar.workers.display import Display, write_line
 from laminar.workers.ending import Ending, forget_ending, write_ending
 from laminar.workers.etcd_process import EtcdProcess, find_etcd
 from laminar.workers.etcd_upkeep import Upkeep
@@ -402,6 +401,4 @@ class LocalJob:
 
 
 def _say(text: str, *, error: bool = False) -> None:
-    stream = sys.stderr if error else sys.stdout
-    stream.write(text + os.linesep)
-    stream.flush()
+    write_line(sys.stderr if error else sys.stdout, text)

@@ -124,6 +124,15 @@ class TestPlainLines:
             "groups drawn 112 consumed 96 complete 5 in-flight 11 | elapsed 1:23"
         )
 
+    def test_an_output_on_a_full_disk_does_not_end_the_run(self) -> None:
+        """`laminar run … > log` on the disk that fills."""
+        full = open("/dev/full", "w")
+        with Display(plain=True, console=Console(file=full, width=80)) as display:
+            display.update(SNAPSHOT)
+            display.update(replace(SNAPSHOT, step=13))
+        with pytest.raises(OSError, match="No space left"):
+            full.close()
+
     def test_a_pipe_and_ci_get_plain_lines(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("CI", raising=False)
         assert Display(plain=False, console=Console(file=io.StringIO())).plain

@@ -6,6 +6,7 @@ A reservation goes with the process that made it, as it goes with its connection
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import TracebackType
@@ -50,7 +51,13 @@ class SimWeights:
     def gone(self) -> None:
         """The process died: its memory goes with it."""
         self._switchboard.pop(self.endpoint.removeprefix("unix:"), None)
-        self.holdings.pool.close()
+        for arena in self.holdings.pool.arenas:
+            try:
+                arena.close()
+            except BufferError:
+                # Its own unfinished calls still look at it; they go at the end of the simulation.
+                os.close(arena.fd)
+        self.holdings.pool.arenas.clear()
 
 
 class SimArena:

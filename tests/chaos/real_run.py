@@ -111,7 +111,7 @@ class RealRun:
             [self.text()[-3000:], *(f"== {p.name}\n{p.read_text(errors='replace')[-2500:]}" for p in logs)]
         )
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120) -> float:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180) -> float:
         """Seconds waited until `condition` held, while the run lives."""
         started = time.monotonic()
         while not condition():

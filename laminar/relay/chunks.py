@@ -116,6 +116,13 @@ class ChunkSet:
             start = self._flags.find(_PRESENT, max(end, there // grain * grain)) if there >= 0 else -1
         return None
 
+    def piece_from(self, first: int, grain: int) -> Piece | None:
+        """The piece that begins with chunk `first`, as `first_in` gives it; None if `first` is no member."""
+        if not self._flags[first]:
+            return None
+        stop = self._flags.find(b"\x00", first)
+        return Piece(first, min(self.size if stop < 0 else stop, (first // grain + 1) * grain) - first)
+
     def every(self, step: int, offset: int, grain: int) -> ChunkSet:
         """The members in each `step`th group of `grain` chunks, from group `offset` on: one stream's share."""
         result = ChunkSet(self.size)

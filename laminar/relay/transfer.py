@@ -27,6 +27,7 @@ from laminar.relay.protocol import VersionInfo
 from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Pull, Repair, Reserve
 from laminar.relay.receiving import Arriving
 from laminar.relay.transport.base import (
+    FabricFailed,
     Link,
     PeerRefused,
     PullRequest,
@@ -253,11 +254,16 @@ class Transfer:
     async def _connect(self, relay: str, peer: _Peer) -> Link:
         """By the best transport that both have."""
         endpoints = self._links.get(relay, {})
-        for name, transport in self._transports.items():
-            if name in endpoints:
-                link = await transport.connect(relay, endpoints[name], deadline_s=CONNECT_S)
-                peer.links.append(link)
-                return link
+        shared = [name for name in self._transports if name in endpoints]
+        for name in shared:
+            try:
+                link = await self._transports[name].connect(relay, endpoints[name], deadline_s=CONNECT_S)
+            except FabricFailed:
+                if name == shared[-1]:
+                    raise
+                continue
+            peer.links.append(link)
+            return link
         offered = ", ".join(endpoints) or "none"
         raise PeerRefused(f"{relay} can be reached by {offered}, this relay speaks {', '.join(self._transports)}")
 

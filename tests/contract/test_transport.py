@@ -29,11 +29,15 @@ from laminar.relay.transport.base import (
     VersionName,
 )
 from laminar.relay.transport.tcp import TcpTransport
+from laminar.relay.transport.verbs import VerbsTransport
+from laminar.relay.transport.verbs_device import active_ports, select
 
 CHUNK, CHUNKS = 4096, 9
 LAYOUT = Layout.from_tensors({"w": ("uint8", (CHUNK * CHUNKS - 1000,))})
 SECRET = b"the secret of this run, 32 bytes"
-STALL_S = 0.6
+SLOWNESS = float(os.environ.get("LAMINAR_TEST_SLOWNESS", "1"))
+"""How much longer all takes here than on a real machine: more than 1 where one is emulated."""
+STALL_S = 0.6 * SLOWNESS
 
 
 class Network(Protocol):
@@ -53,7 +57,32 @@ class TcpNetwork:
         )
 
 
-NETWORKS = {"tcp": TcpNetwork}
+class VerbsNetwork:
+    """Askers at one device, servers at another."""
+
+    def __init__(self) -> None:
+        ports = [port for port in active_ports() if port.device in RDMA_DEVICES]
+        self.ports = {port.device: select([port]) for port in ports}
+
+    def transport(
+        self, relay: str, *, secret: bytes = SECRET, run: str = "demo", refusals: Callable[[str], None] | None = None
+    ) -> Transport:
+        port, gid = self.ports[RDMA_DEVICES[relay == "asker"]]
+        return VerbsTransport(
+            port,
+            gid,
+            secret=secret,
+            run=run,
+            relay=relay,
+            stall_s=STALL_S,
+            on_refusal=refusals or (lambda reason: None),
+        )
+
+
+RDMA_DEVICES = [name for name in os.environ.get("LAMINAR_TEST_RDMA_DEVICES", "").split(",") if name]
+NETWORKS: dict[str, Callable[[], Network]] = {"tcp": TcpNetwork}
+if RDMA_DEVICES:
+    NETWORKS["verbs"] = VerbsNetwork  # in the guest of scripts/rdma
 
 
 class Holder:

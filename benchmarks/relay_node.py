@@ -27,8 +27,10 @@ from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.receiving import Source
 from laminar.relay.transfer import Tuning
-from laminar.relay.transport.base import ChunkSource, PullRequest, VersionName
+from laminar.relay.transport.base import ChunkSource, PullRequest, Transport, VersionName
 from laminar.relay.transport.tcp import TcpTransport
+from laminar.relay.transport.verbs import VerbsTransport
+from laminar.relay.transport.verbs_device import active_ports, select
 
 
 class Slow:
@@ -47,12 +49,10 @@ class Node:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.name = arguments.name
         self.holdings = Holdings(chunk_bytes=arguments.chunk_kib << 10, retain=1, threads=1)
-        self.transport = TcpTransport(
-            secret=b"a secret for benchmarks and tests", run="demo", relay=self.name, bind=arguments.bind
-        )
+        self.transport = open_transport(arguments)
         grain = max(1, arguments.piece_kib // arguments.chunk_kib) if arguments.piece_kib else 0
         tuning = Tuning(streams=arguments.streams, grain=grain, rate=arguments.rate)
-        self.follower = Follower(self.holdings, {"tcp": self.transport}, self.name, "here", tuning=tuning)
+        self.follower = Follower(self.holdings, {self.transport.name: self.transport}, self.name, "here", tuning=tuning)
         self.slow_s = arguments.slow_ms / 1e3
 
     async def find(self, request: PullRequest) -> ChunkSource:
@@ -75,7 +75,7 @@ class Node:
         await self.holdings.stop()
 
     async def view(self, value: dict[str, Any]) -> None:
-        peers = {name: Peer("here", {"tcp": endpoint}) for name, endpoint in value["endpoints"].items()}
+        peers = {name: Peer("here", {self.transport.name: endpoint}) for name, endpoint in value["endpoints"].items()}
         self.follower.see(ChainView(value["epoch"], tuple(value["order"]), peers, value["master"]))
 
     async def publish(self, value: dict[str, int]) -> None:
@@ -119,6 +119,17 @@ class Node:
                 tell(quarter=told)
 
 
+def open_transport(arguments: argparse.Namespace) -> Transport:
+    """TCP; or the RDMA device that was named."""
+    secret = b"a secret for benchmarks and tests"
+    if not arguments.device:
+        return TcpTransport(
+            secret=secret, run="demo", relay=arguments.name, bind=arguments.bind, stall_s=arguments.stall_s
+        )
+    port, gid = select(active_ports(), wanted=arguments.device)
+    return VerbsTransport(port, gid, secret=secret, run="demo", relay=arguments.name, stall_s=arguments.stall_s)
+
+
 def tell(**what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
@@ -128,6 +139,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("name")
     parser.add_argument("--bind", default="127.0.0.1")
+    parser.add_argument("--device", default="", help="RDMA device to use instead of TCP")
+    parser.add_argument("--stall-s", type=float, default=2.0, help="silence after which a peer counts as dead")
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--piece-kib", type=int, default=0, help="0: computed from the chain's length")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import os
@@ -22,7 +23,7 @@ from laminar.relay.follower import ChainView, Follower, Peer
 from laminar.relay.holdings import Holdings
 from laminar.relay.pull import Repair
 from laminar.relay.transport.base import Transport, VersionName
-from laminar.relay.transport.tcp import TcpTransport
+from laminar.relay.transport.selection import open_transports
 from laminar.workers.context import Member, Run
 from laminar.workers.machine import Machine
 from laminar.workers.mirror import Bell, Mirror
@@ -191,12 +192,14 @@ def _told(repair: Repair) -> str:
     return text[:SHOWN_CHARACTERS]
 
 
-async def tcp_transports(run: Run, relay: str, holdings: Holdings) -> list[Transport]:
-    """What real relays reach each other by. Raises ConfigError for an address that is not this host's."""
+async def relay_transports(run: Run, relay: str, holdings: Holdings) -> list[Transport]:
+    """What real relays reach each other by, best first. Raises ConfigError for an address that is not this host's."""
     config = run.config.relay
     bind, advertise = listening(config, run.machine.host)
     secret = await run_secret(run.coordination, run.keys, run.machine)
-    tcp = TcpTransport(
+    return await asyncio.to_thread(
+        open_transports,
+        config.transport,
         secret=secret,
         run=run.keys.run,
         relay=relay,
@@ -206,4 +209,3 @@ async def tcp_transports(run: Run, relay: str, holdings: Holdings) -> list[Trans
         stall_s=config.stall_timeout,
         on_refusal=holdings.record_refusal,
     )
-    return [tcp]

@@ -64,11 +64,11 @@ async def _run_worker(kind: str, access: EtcdAccess, name: str) -> int:
 
 async def _work(kind: str, run: Run, stop: asyncio.Event, access: EtcdAccess) -> None:
     if kind == "relay":
-        from laminar.workers.chain import tcp_transports
+        from laminar.workers.chain import relay_transports
         from laminar.workers.relay import relay_main, serve_weights
 
         command = worker_command("committer", access, run.keys.run)
-        await relay_main(run, stop, serve_weights(run), lambda: Child(command), tcp_transports)
+        await relay_main(run, stop, serve_weights(run), lambda: Child(command), relay_transports)
     elif kind == "committer":
         from laminar.workers.committer import committer_main
         from laminar.workers.tables import open_table

@@ -25,7 +25,7 @@ from laminar.clock import SystemClock
 from laminar.config import Config, RelayConfig
 from laminar.errors import ConfigError, StoreError
 from laminar.relay.layout import Layout
-from laminar.workers.chain import address_within, listening, run_secret, tcp_transports
+from laminar.workers.chain import address_within, listening, run_secret, relay_transports
 from laminar.workers.chain_planning import elected, planned
 from laminar.workers.context import Member, Run, joined
 from laminar.workers.machine import Machine, this_machine
@@ -97,7 +97,7 @@ class Cluster:
         """A new relay; its id."""
         before = set(await self.relays())
         run = self.run()
-        work = relay_main(run, asyncio.Event(), serve_weights(run), IdleCommitter, tcp_transports)
+        work = relay_main(run, asyncio.Event(), serve_weights(run), IdleCommitter, relay_transports)
         task = asyncio.create_task(work)
         name = await self.until(lambda: self.new(before), "the relay joins")
         self.tasks[name] = task

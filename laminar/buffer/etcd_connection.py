@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 OPTIONS: tuple[tuple[str, str | int], ...] = (
     ("grpc.lb_policy_name", "round_robin"),
-    # etcd drops clients that ping more often than every 5 s.
+    # etcd drops clients that ping more often than every 5 s, or while nothing is under way.
     ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     # This one bounds how long a frozen peer goes unnoticed: 60 s without it.
     ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),

@@ -30,7 +30,6 @@ FLAGS = (
     "--auto-compaction-mode", "periodic",
     "--auto-compaction-retention", "10m",
     "--snapshot-count", "10000",
-    "--grpc-keepalive-min-time", "1s",  # a starved client pings late, then early: 5 s would drop its connection
     "--logger", "zap",
     "--log-level", "warn",
 )  # fmt: skip

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import json
 import os
 import random
 import statistics
@@ -58,6 +59,8 @@ from laminar.workers.tables import open_table
 
 KEYS = Keys("soak")
 SAMPLES, TOKENS = 2, 16
+LEASE_S = 600.0
+"""Deaths are made here, not by a machine that is too busy to refresh a lease."""
 CLEAN_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS, EVALUATE_EVERY = 50, 10, 2, 100
 ROLLOUT_DIES_EVERY, TRAINER_DIES_EVERY, COMMITTER_DIES_EVERY = 150, 700, 450
 COMMIT_RECORDS_EVERY = 4
@@ -84,6 +87,7 @@ class Soak:
     steps: int
     compact_every: int = COMPACT_EVERY
     checkpoint_every: int = CHECKPOINT_EVERY
+    out: Path | None = None
     source: random.Random = field(default_factory=lambda: random.Random(0))
     lives: int = 0
     evaluations: int = 0
@@ -113,7 +117,7 @@ class Soak:
     async def member(self, kind: str) -> Member:
         self.lives += 1
         name = f"{kind}-soak-1-{self.lives:06d}"
-        session = await Session.open(self.coordination, 60)
+        session = await Session.open(self.coordination, LEASE_S)
         record = WorkerRecord(kind=kind, id=name, host="soak", pid=1, started_at_us=self.run.clock.now_us())
         membership = await Membership.join(session, self.coordination, KEYS, record)
         return Member(self.run, name, session, membership, Ledger(self.coordination, KEYS, name, membership))
@@ -322,6 +326,9 @@ class Soak:
                     await upkeep.look()
                 if (n + 1) % SAMPLE_EVERY == 0:
                     self.samples.append(await self.measure(n + 1))
+                    if self.out is not None:
+                        with self.out.open("a") as out:
+                            out.write(json.dumps(self.samples[-1]) + "\n")
                 if (n + 1) % show_every == 0:
                     now = time.monotonic()
                     show(self.samples[-1], (now - before) / show_every, header=n + 1 == show_every)
@@ -390,12 +397,12 @@ def verdicts(samples: list[dict[str, float]]) -> dict[str, str]:
 
 
 async def soak(
-    root: Path, steps: int, *, show_every: int, compact_every: int = COMPACT_EVERY
+    root: Path, steps: int, *, show_every: int, compact_every: int = COMPACT_EVERY, out: Path | None = None
 ) -> tuple[list[dict[str, float]], list[str]]:
     """Measures, and the problems that the audit found."""
     etcd = EtcdProcess(root / "etcd" / "data", flags=("--auto-compaction-retention", "1m"))
     await etcd.start()
-    work = Soak(root, steps, compact_every)
+    work = Soak(root, steps, compact_every, out=out)
     try:
         await work.open(etcd.endpoint)
         keeper = EtcdCoordination([etcd.endpoint])
@@ -414,16 +421,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--folder", default="", help="where the store goes; a temporary folder by default")
+    parser.add_argument("--out", type=Path, help="append each measurement to this file, one JSON object a line")
+    parser.add_argument("--report", type=Path, help="print the verdicts of such a file, also of a run under way")
     arguments = parser.parse_args()
+    if arguments.report:
+        samples = [json.loads(line) for line in arguments.report.read_text().splitlines()]
+        return conclude(samples, None)
     with tempfile.TemporaryDirectory(dir=arguments.folder or None, prefix="laminar-soak-") as folder:
         samples, problems = asyncio.run(
-            soak(Path(folder), arguments.steps, show_every=max(SAMPLE_EVERY, arguments.steps // 10))
+            soak(
+                Path(folder), arguments.steps, show_every=max(SAMPLE_EVERY, arguments.steps // 10), out=arguments.out
+            )
         )
+    return conclude(samples, problems)
+
+
+def conclude(samples: list[dict[str, float]], problems: list[str] | None) -> int:
+    """Print the verdicts; 1 if something grows or the audit (None: there was none) found problems."""
     print()
     found = verdicts(samples)
     for name, verdict in found.items():
         print(f"{name:18} {verdict}")
-    print("audit              " + ("all invariants hold" if not problems else "; ".join(problems)))
+    if problems is not None:
+        print("audit              " + ("all invariants hold" if not problems else "; ".join(problems)))
     return 1 if problems or any("GROWING" in verdict for verdict in found.values()) else 0
 
 

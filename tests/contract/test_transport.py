@@ -37,7 +37,7 @@ LAYOUT = Layout.from_tensors({"w": ("uint8", (CHUNK * CHUNKS - 1000,))})
 SECRET = b"the secret of this run, 32 bytes"
 SLOWNESS = float(os.environ.get("LAMINAR_TEST_SLOWNESS", "1"))
 """How much longer all takes here than on a real machine: more than 1 where one is emulated."""
-STALL_S = 0.6 * SLOWNESS
+STALL_S = 1.0 * SLOWNESS
 
 
 class Network(Protocol):

@@ -21,7 +21,7 @@ from laminar.relay.transport.tcp import TcpTransport
 
 CHUNK, CHUNKS = 4096, 48
 LAYOUT = Layout.from_tensors({"w": ("uint8", (CHUNK * CHUNKS - 999,))})
-STALL_S = 0.6
+STALL_S = 1.2
 
 
 class Slow:

@@ -45,7 +45,9 @@ MAX_ACCEPTABLE = 64
 MAX_REASON = 2000
 MAX_CHUNK = 1 << 40
 SLICE = 4 << 20
-"""Bytes of one call to the kernel; between two calls others of this process have their turn."""
+"""Bytes of one call to the kernel; after as many, others of this process have their turn."""
+PAUSED_S = 0.1
+"""A timer that fires this much too late was kept from running, and so was whatever it timed."""
 
 
 class Kind(IntEnum):
@@ -118,28 +120,68 @@ class FrameChannel:
         """Grows with what arrives, so that a false length costs no memory."""
         data = bytearray()
         while len(data) < count:
-            async with _Deadline(self, silence_s or self._stall_s, "said nothing"):
-                part = await self._loop.sock_recv(self._sock, min(count - len(data), 1 << 18))
+            try:
+                part = self._sock.recv(min(count - len(data), 1 << 18))
+            except BlockingIOError:
+                await self._readable(silence_s or self._stall_s, "said nothing")
+                continue
+            except OSError as e:
+                raise LinkBroken(f"{self.peer}: {e.strerror or e}") from e
             if not part:
                 raise LinkBroken(f"{self.peer} closed the connection")
             data += part
         return bytes(data)
 
     async def receive_into(self, target: memoryview) -> None:
+        turn = 0
         while target.nbytes:
-            async with _Deadline(self, self._stall_s, "sent nothing"):
-                count = await self._loop.sock_recv_into(self._sock, target[:SLICE])
+            try:
+                count = self._sock.recv_into(target[:SLICE])
+            except BlockingIOError:
+                await self._readable(self._stall_s, "sent nothing")
+                turn = 0
+                continue
+            except OSError as e:
+                raise LinkBroken(f"{self.peer}: {e.strerror or e}") from e
             if not count:
                 raise LinkBroken(f"{self.peer} closed the connection within a piece")
             target = target[count:]
+            turn += count
+            if turn >= SLICE:
+                turn = 0
+                await asyncio.sleep(0)
+
+    async def _readable(self, seconds: float, what: str) -> None:
+        """Wait for something to read. Nothing is read here: a deadline that cut off a read could lose its bytes."""
+        loop = self._loop
+        while True:
+            began = loop.time()
+            ready: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(self._sock, _resolve, ready)
+            try:
+                async with asyncio.timeout(seconds):
+                    return await ready
+            except TimeoutError:
+                # A deadline noticed too late says that this process did not run: that is not the peer's silence.
+                if loop.time() - began < seconds + PAUSED_S:
+                    raise LinkBroken(f"{self.peer} {what} for {seconds:g} s") from None
+            finally:
+                loop.remove_reader(self._sock)
 
     async def send_bytes(self, data: memoryview) -> None:
         for start in range(0, data.nbytes, SLICE):
             async with _Deadline(self, self._send_s, "took nothing"):
                 await self._loop.sock_sendall(self._sock, data[start : start + SLICE])
+            if data.nbytes > SLICE:
+                await asyncio.sleep(0)
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _resolve(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
 
 
 class _Deadline:

@@ -221,14 +221,18 @@ class TcpTransport:
                 return
             source = sources[0]
             header = source.header
-            layout = b"" if header.layout.digest == known_layout else await self._layout(header)
-            await channel.send(Kind.HEADER, await asyncio.to_thread(encode_header, header, layout))
+            # Threads may be busy: the asker must not take that for our death.
+            await channel.send(Kind.HEADER, await _alive(channel, self._encoded(header, known_layout)))
             _, payload = await channel.receive(Kind.FETCH, silence_s=IDLE_S)
             wanted, grain = decode_fetch(payload, header.chunks)
             await self._serve_chunks(channel, source, wanted, grain)
         finally:
             for source in sources:
                 source.close()
+
+    async def _encoded(self, header: VersionHeader, known_layout: str) -> bytes:
+        layout = b"" if header.layout.digest == known_layout else await self._layout(header)
+        return await asyncio.to_thread(encode_header, header, layout)
 
     async def _layout(self, header: VersionHeader) -> bytes:
         """The layout as JSON, encoded once for all askers."""

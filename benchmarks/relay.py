@@ -108,6 +108,16 @@ def chain(names: Sequence[str], options: Sequence[str], namespaces: bool) -> Ite
 def broadcast(nodes: Sequence[NodeProcess], version: int, nbytes: int) -> tuple[float, list[dict[str, Any]]]:
     """Seconds from the announcement until the last relay holds the version, and each relay's hop."""
     nodes[0].tell(publish={"version": version, "bytes": nbytes})
+    return _announce(nodes)
+
+
+def broadcast_file(nodes: Sequence[NodeProcess], version: int, file: Path) -> list[dict[str, Any]]:
+    """Each relay's hop of a version with the bytes of `file`."""
+    nodes[0].tell(publish_file={"version": version, "path": str(file)})
+    return _announce(nodes)[1]
+
+
+def _announce(nodes: Sequence[NodeProcess]) -> tuple[float, list[dict[str, Any]]]:
     name = nodes[0].hear("published")["published"]
     began = time.monotonic()
     for node in nodes[1:]:
@@ -155,7 +165,7 @@ def measure_chain(arguments: argparse.Namespace) -> None:
     first = 0.0
     for hops in arguments.hops:
         names = [f"lb-r{i}" for i in range(hops + 1)]
-        options = ["--chunk-kib", str(arguments.piece_kib), "--piece-kib", str(arguments.piece_kib)]
+        options = ["--chunk-kib", str(arguments.piece_kib), "--piece-kib", str(arguments.piece_kib), "--whole"]
         times, uses = [], []
         with shaped(names, arguments.mbit), chain(names, options, namespaces=True) as nodes:
             broadcast(nodes, 0, nbytes)  # touches the arenas
@@ -218,7 +228,7 @@ def plain_copy(nbytes: int, size: int, rounds: int) -> list[float]:
 def measure_loopback(arguments: argparse.Namespace) -> None:
     nbytes = arguments.megabytes << 20
     print(f"one hop over loopback, {arguments.megabytes} MiB, {arguments.repeats} repeats")
-    options = ["--chunk-kib", "4096", "--streams", str(arguments.streams)]
+    options = ["--chunk-kib", "4096", "--streams", str(arguments.streams), "--whole"]
     with chain(["r0", "r1"], options, namespaces=False) as nodes:
         for version in range(3):  # touches all arenas
             broadcast(nodes, version, nbytes)

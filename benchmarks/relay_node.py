@@ -1,6 +1,7 @@
 """One relay of a chain as a process, without etcd: told by lines of JSON what etcd would say, it tells what it holds.
 
     in   {"view": {"epoch": 1, "order": […], "endpoints": {name: HOST:PORT}, "master": name}}
+         {"publish_file": {"version": 1, "path": …}} the bytes of a file
          {"publish": {"version": 1, "bytes": n}}     random bytes by the version, as a trainer on this host would
          {"announce": [version, digest]}
     out  {"endpoint": HOST:PORT}   {"published": [version, digest]}   {"quarter": version}, once a quarter has come
@@ -19,8 +20,10 @@ import random
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece
 from laminar.relay.follower import ChainView, Follower, Peer
 from laminar.relay.holdings import Holdings
@@ -38,7 +41,7 @@ class Slow:
 
     def __init__(self, source: Source, seconds: float) -> None:
         self.source, self.seconds = source, seconds
-        self.header, self.arena, self.close = source.header, source.arena, source.close
+        self.header, self.arena, self.base, self.close = source.header, source.arena, source.base, source.close
 
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
         await asyncio.sleep(self.seconds)
@@ -51,7 +54,7 @@ class Node:
         self.holdings = Holdings(chunk_bytes=arguments.chunk_kib << 10, retain=1, threads=1)
         self.transport = open_transport(arguments)
         grain = max(1, arguments.piece_kib // arguments.chunk_kib) if arguments.piece_kib else 0
-        tuning = Tuning(streams=arguments.streams, grain=grain, rate=arguments.rate)
+        tuning = Tuning(streams=arguments.streams, grain=grain, rate=arguments.rate, deltas=not arguments.whole)
         self.follower = Follower(self.holdings, {self.transport.name: self.transport}, self.name, "here", tuning=tuning)
         self.slow_s = arguments.slow_ms / 1e3
 
@@ -78,19 +81,33 @@ class Node:
         peers = {name: Peer("here", {self.transport.name: endpoint}) for name, endpoint in value["endpoints"].items()}
         self.follower.see(ChainView(value["epoch"], tuple(value["order"]), peers, value["master"]))
 
+    async def publish_file(self, value: dict[str, Any]) -> None:
+        data = Path(value["path"]).read_bytes()
+        layout, arena = await self._reserve(len(data))
+        with arena.buffer(layout.total_bytes) as buffer:
+            buffer[: len(data)] = data
+        await self._seal(arena, layout, value["version"])
+
     async def publish(self, value: dict[str, int]) -> None:
-        layout = Layout.from_tensors({"w": ("uint8", (value["bytes"],))})
-        arena = await self.holdings.reserve(layout)
-        if arena is None:
-            raise RuntimeError("no arena is free; is memory short?")
+        layout, arena = await self._reserve(value["bytes"])
         with arena.buffer(layout.total_bytes) as buffer:
             # One random block, written at shifting places: cheap, and no two chunks are alike.
             block = random.Random(value["version"]).randbytes(1 << 16)
             for start in range(0, len(buffer), 1 << 16):
                 shift = start // 65536 % 65536
                 buffer[start : start + 65536] = (block[shift:] + block[:shift])[: len(buffer) - start]
-        info = await self.holdings.seal(arena, layout, value["version"])
-        tell(published=[value["version"], info.digest])
+        await self._seal(arena, layout, value["version"])
+
+    async def _reserve(self, nbytes: int) -> tuple[Layout, Arena]:
+        layout = Layout.from_tensors({"w": ("uint8", (nbytes,))})
+        arena = await self.holdings.reserve(layout)
+        if arena is None:
+            raise RuntimeError("no arena is free; is memory short?")
+        return layout, arena
+
+    async def _seal(self, arena: Arena, layout: Layout, version: int) -> None:
+        info = await self.holdings.seal(arena, layout, version)
+        tell(published=[version, info.digest])
 
     async def announce(self, value: list[Any]) -> None:
         self.follower.published([VersionName(value[0], value[1])])
@@ -143,6 +160,7 @@ def main() -> None:
     parser.add_argument("--stall-s", type=float, default=2.0, help="silence after which a peer counts as dead")
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--piece-kib", type=int, default=0, help="0: computed from the chain's length")
+    parser.add_argument("--whole", action="store_true", help="ask for no differences")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")
     parser.add_argument("--streams", type=int, default=1)
     parser.add_argument("--rate", type=float, default=1e9, help="what the first transfer takes the links for, bytes/s")

@@ -275,15 +275,18 @@ class RelayConfig(Section):
     """Where relays listen for each other: an address, `0.0.0.0` for all, or a network such as `10.1.0.0/16` of which
     each host takes its own address. With the default no weights leave the host. LAMINAR_RELAY_BIND overrides it."""
     port: int = Field(0, ge=0, lt=65536)
-    """Port that relays listen at, and with RDMA the one after it; 0: any free ones. Fixed ones allow one relay a host."""
+    """Port that relays listen at, and with RDMA the one after it; 0: any free ones. If fixed, one relay a host."""
     advertise: str = ""
     """Host name or address by which others reach a relay, if not the one it listens at (`0.0.0.0`: the host's name).
     Mostly given as LAMINAR_RELAY_ADVERTISE, since it differs from host to host."""
     transport: Literal["auto", "tcp", "verbs"] = "auto"
-    """How weights go from host to host: `auto` takes RDMA between hosts that both have a device, `verbs` refuses to start
-    without one. LAMINAR_RDMA_DEVICE (`mlx5_0` or `mlx5_0:1`) names the device; else the one with the relay's address."""
+    """How weights go from host to host: `auto` takes RDMA between hosts that both have a device, `verbs` refuses to
+    start without one. LAMINAR_RDMA_DEVICE (`mlx5_0` or `mlx5_0:1`) names it; else the one with the relay's address."""
     streams: int = Field(1, ge=1, le=16)
     """Connections a hop. One fills a link within a data centre; more help where single connections are slowed."""
+    delta_share: float = Field(0.5, ge=0, le=1)
+    """Over TCP a piece goes as its lossless difference to the version before, where both relays hold that, if it takes
+    at most this share of its bytes, and as long as versions come faster so than whole; 0: always whole."""
     stall_timeout: float = Field(2.0, ge=0.5)
     """Seconds of silence after which the relay before counts as dead; living ones speak four times a second."""
 

@@ -99,12 +99,14 @@ class Load(Record):
 
 
 class RelayHop(Record):
-    """One transfer into a relay. `seconds` from the first request for chunks, `lag_s` from when this relay heard of the
-    version to when it held it; `repairs`: who was lost, who went on, and the seconds between."""
+    """One transfer into a relay. `received`: bytes on the way, fewer than `bytes` where differences came. `seconds`
+    from the first request for chunks, `lag_s` from when this relay heard of the version to when it held it; `repairs`:
+    who was lost, who went on, and the seconds between."""
 
     version: int
     peers: list[str]
     bytes: int
+    received: int
     seconds: float
     lag_s: float
     piece_bytes: int

@@ -20,5 +20,6 @@ still coming. Invariants:
     layout arena mapping memory tensors   what a version is, and the memory that it lies in
     holdings server client protocol       what a relay holds; how processes of its host reach it
     chain chunks pull                     decisions: order of the chain, pieces, one version's way here (no I/O)
-    receiving puller transport            versions that arrive, and how their bytes travel
+    receiving transfer follower ways      versions that arrive, from whom, and when as differences
+    delta transport                       how their bytes travel: whole or as differences, by sockets or by RDMA
 """

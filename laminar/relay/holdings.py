@@ -203,14 +203,25 @@ class Holdings:
             for name in sorted(request.acceptable, reverse=True):
                 held = self._held.get(name.version)
                 if held is not None and held.name == name:
-                    return self._read(held)
+                    return self._compared(self._read(held), request.base)
                 if name in self._arriving and not request.held_only:
-                    return self._arriving[name].open()
+                    return self._compared(self._arriving[name].open(), request.base)
             to_come = [name for name in request.acceptable if self._may_come(name)]
             if request.held_only or not to_come:
                 wanted = ", ".join(str(name) for name in request.acceptable)
                 raise WeightsError(f"version {wanted} is not here; held are {sorted(self._held)}")
             await self._changed.wait()
+
+    def read_newest(self) -> Source | None:
+        """The newest version, kept until the source is closed."""
+        return self._read(self._held[max(self._held)]) if self._held else None
+
+    def _compared(self, source: Source, base: VersionName | None) -> Source:
+        """With the base to which the asker takes differences, if it is here too."""
+        held = self._held.get(base.version) if base else None
+        if held is not None and held.name == base and held.layout.digest == source.header.layout.digest:
+            source.compare_with(self._read(held))
+        return source
 
     def _may_come(self, name: VersionName) -> bool:
         return name not in self.skipped and name.version > max(self._held, default=-1)

@@ -64,14 +64,24 @@ class Arriving:
 
 
 class Source:
-    """One reader of an arriving or complete version; its memory is not used again before `close`."""
+    """One reader of an arriving or complete version; its memory is not used again before `close`, nor is that of the
+    version that `compare_with` gave it."""
 
     def __init__(self, arriving: Arriving, arena: Arena, *, closed: Callable[[], None] = lambda: None) -> None:
         self._arriving = arriving
         self._closed = closed
         self._open = True
+        self._base: Source | None = None
         self.arena = arena
         arena.pins += 1
+
+    def compare_with(self, base: Source) -> None:
+        """Differences to `base` may be sent; it is closed with this source."""
+        self._base = base
+
+    @property
+    def base(self) -> Arena | None:
+        return self._base.arena if self._base else None
 
     @property
     def header(self) -> VersionHeader:
@@ -86,3 +96,5 @@ class Source:
             self._open = False
             self.arena.pins -= 1
             self._closed()
+            if self._base is not None:
+                self._base.close()

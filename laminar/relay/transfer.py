@@ -19,22 +19,25 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from laminar.errors import WeightsError
+from laminar.relay.arena import Arena
 from laminar.relay.chain import Candidate
 from laminar.relay.chunks import ChunkSet, Piece, best_grain
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import VersionInfo
 from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Pull, Repair, Reserve
-from laminar.relay.receiving import Arriving
+from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import (
     FabricFailed,
     Link,
+    LinkBroken,
     PeerRefused,
     PullRequest,
     Transport,
     VersionHeader,
     VersionName,
 )
+from laminar.relay.ways import WayChoice
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +57,13 @@ Links = Mapping[str, Mapping[str, str]]
 @dataclass(frozen=True)
 class Hop:
     """One finished transfer into this relay: seconds from the first request for chunks to the last checked one, which
-    was at `ended_at` of the loop's time."""
+    was at `ended_at` of the loop's time. `received`: bytes that pieces took on their way, fewer than `nbytes` where
+    they came as differences, more where some came twice."""
 
     name: VersionName
     peers: tuple[str, ...]
     nbytes: int
+    received: int
     seconds: float
     ended_at: float
     piece_bytes: int
@@ -79,6 +84,9 @@ class Tuning:
     layout: Layout | None = None
     grain: int = 0
     """Chunks of a piece, if fixed; 0: computed."""
+    deltas: bool = True
+    """Whether differences to the newest version here are asked for, where they are faster."""
+    way: WayChoice = field(default_factory=WayChoice)
 
 
 @dataclass
@@ -114,6 +122,9 @@ class Transfer:
         self._began = 0.0
         self._served_by: list[str] = []
         self._grain = 1
+        self._base: Source | None = None
+        self._received = 0
+        self._differences = 0
 
     # -- from outside -------------------------------------------------------------------------------------------
 
@@ -132,6 +143,8 @@ class Transfer:
     async def run(self) -> Hop | None:
         """Until the version is held, or the pull was abandoned: None, and `pull.reason` says why."""
         problem = "this relay stops"
+        if self._tuning.deltas and self._tuning.way.delta:
+            self._base = self._holdings.read_newest()
         try:
             problem = await self._ended
         finally:
@@ -140,6 +153,7 @@ class Transfer:
                 self._timer.cancel()
             tasks = [*self._leaving, *([self._reserving] if self._reserving else [])]
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._drop_base()
             if self._arriving is not None and not self._arriving.have.full:
                 self._holdings.abort(self._arriving, problem)
         if self._arriving is None or problem:
@@ -154,16 +168,18 @@ class Transfer:
             header.name,
             tuple(self._served_by),
             info.bytes,
+            self._received,
             seconds,
             self._now(),
             self._grain * header.chunk_bytes,
             tuple(self.pull.repairs),
         )
         self._tuning.rate = hop.rate
+        self._tuning.way.measured(hop.rate, delta=self._differences > 0)
         self._tuning.layout = header.layout
         log.info(
-            "received version=%s from=%s bytes=%d seconds=%.3f rate=%.0f repairs=%d",
-            header.name, ",".join(hop.peers), hop.nbytes, seconds, hop.rate, len(hop.repairs),
+            "received version=%s from=%s bytes=%d sent=%d seconds=%.3f rate=%.0f repairs=%d",
+            header.name, ",".join(hop.peers), hop.nbytes, hop.received, seconds, hop.rate, len(hop.repairs),
         )  # fmt: skip
         return hop
 
@@ -223,16 +239,20 @@ class Transfer:
         try:
             await work()
         except WeightsError as e:
-            self._failed(relay, str(e))
+            self._failed(relay, e)
         except ExceptionGroup as group:
-            self._failed(relay, _first_reason(group))
+            self._failed(relay, _first(group))
             if (faults := group.split(WeightsError)[1]) is not None:
                 raise faults from group
 
-    def _failed(self, relay: str, reason: str) -> None:
+    def _failed(self, relay: str, error: BaseException) -> None:
         peer = self._peers.get(relay)
         if peer is None or peer.task is not asyncio.current_task():
             return
+        reason = str(error) or repr(error)
+        if not isinstance(error, (LinkBroken, PeerRefused)):
+            # What came was wrong. Should a difference be at fault, the rest comes whole.
+            self._drop_base()
         receiving = self.pull.peer == relay
         log.log(logging.WARNING if receiving else logging.DEBUG, "relay %s: %s", relay, reason)
         if receiving and self.pull.header is not None:
@@ -270,7 +290,8 @@ class Transfer:
     async def _find(self, link: Link, acceptable: tuple[VersionName, ...], *, held_only: bool) -> VersionHeader:
         known = self.pull.header
         layout = known.layout if known else self._tuning.layout
-        header = await link.find(PullRequest(acceptable, held_only, layout))
+        base = self._base.header.name if self._base else None
+        header = await link.find(PullRequest(acceptable, held_only, layout, base))
         if known is None or header.name != known.name:
             if header.chunk_bytes != self._holdings.chunk_bytes:
                 raise PeerRefused(f"its chunks have {header.chunk_bytes} bytes, ours {self._holdings.chunk_bytes}")
@@ -327,10 +348,26 @@ class Transfer:
             link = await self._connect(relay, peer)
             await self._find(link, (header.name,), held_only=False)
         room = asyncio.Semaphore(CHECKING)
-        async with asyncio.TaskGroup() as checks, aclosing(link.receive(arriving.arena, share, grain)) as pieces:
-            async for piece in pieces:
-                await room.acquire()
-                checks.create_task(self._check(relay, arriving, piece, room.release))
+        received, differences = link.received, link.differences
+        pieces = link.receive(arriving.arena, share, grain, self._base_of(header))
+        try:
+            async with asyncio.TaskGroup() as checks, aclosing(pieces):
+                async for piece in pieces:
+                    await room.acquire()
+                    checks.create_task(self._check(relay, arriving, piece, room.release))
+        finally:
+            self._received += link.received - received
+            self._differences += link.differences - differences
+
+    def _base_of(self, header: VersionHeader) -> Arena | None:
+        """Where the base lies, if differences to it make sense."""
+        same = self._base is not None and self._base.header.layout.digest == header.layout.digest
+        return self._base.arena if self._base is not None and same else None
+
+    def _drop_base(self) -> None:
+        if self._base is not None:
+            self._base.close()
+            self._base = None
 
     async def _check(self, relay: str, arriving: Arriving, piece: Piece, release: Callable[[], None]) -> None:
         # Not interrupted: while a thread reads these chunks nothing else may write them.
@@ -352,8 +389,8 @@ class Transfer:
         self._do(self.pull.arrived(relay, piece, self._now()))
 
 
-def _first_reason(group: BaseExceptionGroup[BaseException]) -> str:
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return str(error) or repr(error)
+    return error

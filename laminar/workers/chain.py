@@ -180,6 +180,7 @@ class ChainMember:
             version=version,
             peers=list(hop.peers),
             bytes=hop.nbytes,
+            received=hop.received,
             seconds=round(hop.seconds, 6),
             lag_s=round(hop.ended_at - heard, 6) if heard is not None else round(hop.seconds, 6),
             piece_bytes=hop.piece_bytes,
@@ -207,5 +208,6 @@ async def relay_transports(run: Run, relay: str, holdings: Holdings) -> list[Tra
         port=config.port,
         advertise=advertise,
         stall_s=config.stall_timeout,
+        delta_share=config.delta_share,
         on_refusal=holdings.record_refusal,
     )

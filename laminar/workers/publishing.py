@@ -143,7 +143,8 @@ class Publisher:
 
     async def spread(self) -> dict[str, float | None]:
         """How the newest version that any other relay has got spread, for the metrics: `broadcast_s` until the last of
-        those had it, `hop_bytes_s` of the slowest hop. Empty without other relays."""
+        those had it, `hop_bytes_s` of the slowest hop, `delta_ratio` of bytes sent to bytes of the version. Empty
+        without other relays."""
         loads = (await self.coordination.range(self.keys.load("relay", ""))).items
         hops = [hop for kv in loads if (hop := RelayLoad.parse(kv.value).hop) is not None]
         newest = max((hop.version for hop in hops), default=-1)
@@ -151,7 +152,8 @@ class Publisher:
         if not last:
             return {}
         slowest = min(hop.bytes / max(hop.seconds, 1e-9) for hop in last)
-        return {"broadcast_s": max(hop.lag_s for hop in last), "hop_bytes_s": slowest}
+        ratio = sum(hop.received for hop in last) / sum(hop.bytes for hop in last)
+        return {"broadcast_s": max(hop.lag_s for hop in last), "hop_bytes_s": slowest, "delta_ratio": ratio}
 
     async def _put_head(self, head: WeightsHead, seen: KeyValue | None) -> bool:
         expected = unchanged(seen) if seen else absent(self.keys.weights)

@@ -104,7 +104,7 @@ async def relay_main(
         links = {name: await transport.listen(holdings.find) for name, transport in transports.items()}
         rack = os.environ.get("LAMINAR_RACK", "")
         async with joined(run, "relay", endpoint=server.endpoint, worker=worker, links=links, rack=rack) as member:
-            tuning = Tuning(streams=run.config.relay.streams)
+            tuning = Tuning(streams=run.config.relay.streams, deltas=run.config.relay.delta_share > 0)
             follower = Follower(holdings, transports, worker, run.machine.host, tuning=tuning)
             holdings.fetch_elsewhere = follower.fetch
             await until_first(

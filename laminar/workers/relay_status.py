@@ -81,7 +81,7 @@ def _table(status: ChainStatus) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name, justify in (
         ("relay", "left"), ("host", "left"), ("holds", "left"), ("receives", "left"), ("from", "left"),
-        ("MB/s", "right"), ("lag s", "right"), ("repairs", "right"), ("refused", "right"),
+        ("MB/s", "right"), ("sent", "right"), ("lag s", "right"), ("repairs", "right"), ("refused", "right"),
     ):  # fmt: skip
         table.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
     for view in status.relays:
@@ -95,12 +95,13 @@ def _cells(view: RelayView, head: WeightsHead | None) -> Sequence[str]:
         name += " (master)"
     load = view.load
     if load is None:
-        return (name, view.record.host, "not reported yet", "", "", "", "", "", "")
+        return (name, view.record.host, "not reported yet", "", "", "", "", "", "", "")
     held = " ".join(str(version) for version in sorted(load.held)) or "nothing"
     hop = load.hop
     if hop is None:
-        last = ("–", "–", "–")
+        last = ("–", "–", "–", "–")
     else:
         source = short(hop.peers[-1]) if hop.peers else "–"
-        last = (source, f"{hop.bytes / max(hop.seconds, 1e-9) / 1e6:.0f}", f"{hop.lag_s:.2f}")
+        rate, sent = hop.bytes / max(hop.seconds, 1e-9) / 1e6, hop.received / hop.bytes
+        last = (source, f"{rate:.0f}", f"{sent:.0%}", f"{hop.lag_s:.2f}")
     return (name, view.record.host, held, load.arriving or "–", *last, str(load.repairs), str(load.refusals))

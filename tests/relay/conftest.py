@@ -16,7 +16,7 @@ from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.receiving import Source
 from laminar.relay.transfer import Tuning
-from laminar.relay.transport.base import ChunkSource, PullRequest, VersionName
+from laminar.relay.transport.base import ChunkSource, PullRequest, Transport, VersionName
 from laminar.relay.transport.tcp import TcpTransport
 
 CHUNK, CHUNKS = 4096, 48
@@ -29,7 +29,7 @@ class Slow:
 
     def __init__(self, source: Source, seconds: float) -> None:
         self.source, self.seconds = source, seconds
-        self.header, self.arena, self.close = source.header, source.arena, source.close
+        self.header, self.arena, self.base, self.close = source.header, source.arena, source.base, source.close
 
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
         await asyncio.sleep(self.seconds)
@@ -105,12 +105,12 @@ class Node:
         assert all(arena.pins == 0 for arena in self.holdings.pool.arenas)
         await self.holdings.stop()
 
-    async def publish(self, version: int, *, seed: int | None = None) -> VersionName:
-        """As the trainer on this relay's host does."""
+    async def publish(self, version: int, *, seed: int | None = None, data: bytes | None = None) -> VersionName:
+        """As the trainer on this relay's host does: `data`, or what `seed` (else the version) gives."""
         arena = await self.holdings.reserve(LAYOUT)
         assert arena is not None
         with arena.buffer(LAYOUT.total_bytes) as buffer:
-            buffer[:] = content(version if seed is None else seed)
+            buffer[:] = content(version if seed is None else seed) if data is None else data
         info = await self.holdings.seal(arena, LAYOUT, version)
         return VersionName(version, info.digest)
 
@@ -135,11 +135,14 @@ class Chain:
         self.endpoints: dict[str, str] = {}
         self.master = ""
         self.valves: list[Valve] = []
+        self.fabric: Transport | None = None
+        """A better transport than tcp, which all relays offer."""
 
     async def add(self, name: str, *, retain: int = 2) -> Node:
         holdings = Holdings(chunk_bytes=CHUNK, retain=retain, spare=1)
         transport = TcpTransport(secret=b"s" * 32, run="demo", relay=name, stall_s=STALL_S)
-        follower = Follower(holdings, {"tcp": transport}, name, "here", tuning=Tuning(grain=1))
+        better = {self.fabric.name: self.fabric} if self.fabric else {}
+        follower = Follower(holdings, {**better, "tcp": transport}, name, "here", tuning=Tuning(grain=1))
         node = Node(name, holdings, transport, follower)
         await node.start()
         self.endpoints[name] = node.endpoint
@@ -158,7 +161,8 @@ class Chain:
         """A new epoch, as the manager writes it; `master`: where the newest version was published."""
         self.epoch += 1
         self.master = master.name if master else self.master
-        peers = {node.name: Peer("here", {"tcp": self.endpoints[node.name]}) for node in self.nodes}
+        names = [*([self.fabric.name] if self.fabric else []), "tcp"]
+        peers = {n.name: Peer("here", dict.fromkeys(names, self.endpoints[n.name])) for n in self.nodes}
         view = ChainView(self.epoch, tuple(node.name for node in self.nodes), peers, self.master)
         for node in self.nodes:
             node.follower.see(view)

@@ -81,11 +81,13 @@ class VersionHeader:
 @dataclass(frozen=True)
 class PullRequest:
     """Any of `acceptable` will do, the newest that the peer holds or receives is best. `held_only`: do not wait for
-    one that is still to come. `known_layout`: what the asker has already, so that only its digest is sent."""
+    one that is still to come. `known_layout`: what the asker has already, so that only its digest is sent. `base`: a
+    version that the asker holds, to which pieces may come as differences."""
 
     acceptable: tuple[VersionName, ...]
     held_only: bool = False
     known_layout: Layout | None = None
+    base: VersionName | None = None
 
 
 class ChunkSource(Protocol):
@@ -97,6 +99,11 @@ class ChunkSource(Protocol):
     @property
     def arena(self) -> Arena:
         """Where the bytes lie, at chunk index x chunk_bytes. Only those of a piece that `ready` gave may be read."""
+        ...
+
+    @property
+    def base(self) -> Arena | None:
+        """Where the version lies that the request named as base, if it is here and has the same layout."""
         ...
 
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
@@ -111,18 +118,25 @@ class ChunkSource(Protocol):
 class Link(Protocol):
     """An authenticated connection to one relay; one request at a time. All methods raise LinkBroken.
 
-    `round_trip_s`: seconds that one exchange of small messages took when it was opened."""
+    `round_trip_s`: seconds that one exchange of small messages took when it was opened. `received`: bytes that pieces
+    took on their way so far; `differences`: pieces among them that came as such."""
 
     round_trip_s: float
+    received: int
+    differences: int
 
     async def find(self, request: PullRequest) -> VersionHeader:
         """Waits as long as the peer lives and has nothing acceptable yet. Raises PeerRefused. The caller checks the
         header."""
         ...
 
-    def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+    def receive(
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """Each piece of the found version once its bytes lie in `arena`, unchecked; ends when all of `wanted` came.
-        Raises PeerRefused if the peer gives the version up. `aclose` it: then nothing more is written."""
+        `base`: where the version lies that the request named so, with the layout of the one that was found; without it
+        no differences are taken. Raises DeltaError for what is none to that base, PeerRefused if the peer gives the
+        version up. `aclose` it: then nothing more is written."""
         ...
 
     async def close(self) -> None: ...

@@ -4,10 +4,11 @@ A frame is its kind (1 byte), the length of its payload (4 bytes, big-endian), t
 bytes of a piece follow its frame untagged: the receiver checks them against the version's checksums.
 
     kind     payload                                                        from
-    FIND     JSON: acceptable [[version, digest]…], held_only, layout       asker
+    FIND     JSON: acceptable [[version, digest]…], held_only, layout, base asker
     HEADER   JSON length (4), JSON: version, digest, …, layout, checksums   server
     FETCH    JSON: grain, wanted (a set of chunks in hexadecimal)           asker
     PIECE    first, count (4 bytes each); then the chunks' bytes            server
+    DELTA    first, count, n (4 bytes each); then n bytes, see `delta`      server
     WAITING  nothing: alive, but has nothing to send yet                    server
     REFUSED  JSON: reason                                                   server
     DONE     nothing: all that was wanted has been sent                     server
@@ -38,6 +39,7 @@ from laminar.relay.transport.handshake import TAG_BYTES, Sealer
 
 PREFIX = struct.Struct(">BI")
 PIECE = struct.Struct(">II")
+DELTA = struct.Struct(">III")
 CREDIT = struct.Struct(">I")
 JSON_LENGTH = struct.Struct(">I")
 CHECKSUM_BYTES = 32
@@ -61,6 +63,7 @@ class Kind(IntEnum):
     QUEUE = 8
     CREDIT = 9
     FAILED = 10
+    DELTA = 11
 
 
 LONGEST: Mapping[Kind, int] = {
@@ -68,6 +71,7 @@ LONGEST: Mapping[Kind, int] = {
     Kind.HEADER: MAX_FRAME + MAX_CHUNKS * CHECKSUM_BYTES + JSON_LENGTH.size,
     Kind.FETCH: MAX_CHUNKS // 4 + 1024,
     Kind.PIECE: PIECE.size,
+    Kind.DELTA: DELTA.size,
     Kind.WAITING: 0,
     Kind.REFUSED: 4 * MAX_REASON + 100,
     Kind.DONE: 0,
@@ -213,7 +217,8 @@ def encode_json(message: Message) -> bytes:
 def encode_request(request: PullRequest) -> bytes:
     names = [[name.version, name.digest] for name in request.acceptable]
     layout = request.known_layout.digest if request.known_layout else ""
-    return encode_json({"acceptable": names, "held_only": request.held_only, "layout": layout})
+    base = [request.base.version, request.base.digest] if request.base else None
+    return encode_json({"acceptable": names, "held_only": request.held_only, "layout": layout, "base": base})
 
 
 def decode_request(payload: bytes) -> tuple[PullRequest, str]:
@@ -222,16 +227,20 @@ def decode_request(payload: bytes) -> tuple[PullRequest, str]:
     rows = message.get("acceptable")
     if not isinstance(rows, list) or not 0 < len(rows) <= MAX_ACCEPTABLE:
         raise PeerRefused(f"acceptable is not a list of 1 to {MAX_ACCEPTABLE} versions")
-    names = []
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 2:
-            raise PeerRefused("an acceptable version is not [version, digest]")
-        pair: Message = {"version": row[0], "digest": row[1]}
-        names.append(VersionName(integer(pair, "version", 0, MAX_VERSION), text(pair, "digest", 64)))
+    names = tuple(_decode_name(row) for row in rows)
+    base = message.get("base")
     held_only = message.get("held_only")
     if not isinstance(held_only, bool):
         raise PeerRefused("held_only is neither true nor false")
-    return PullRequest(tuple(names), held_only), text(message, "layout", 64)
+    request = PullRequest(names, held_only, base=None if base is None else _decode_name(base))
+    return request, text(message, "layout", 64)
+
+
+def _decode_name(row: object) -> VersionName:
+    if not isinstance(row, list) or len(row) != 2:
+        raise PeerRefused("a version is not [version, digest]")
+    pair: Message = {"version": row[0], "digest": row[1]}
+    return VersionName(integer(pair, "version", 0, MAX_VERSION), text(pair, "digest", 64))
 
 
 def encode_header(header: VersionHeader, layout: bytes) -> bytes:
@@ -293,6 +302,13 @@ def decode_piece(payload: bytes, wanted: ChunkSet, grain: int) -> Piece:
     if not 0 < piece.count <= grain or piece.end > wanted.size or not wanted.holds(piece):
         raise PeerRefused(f"chunks {piece.first} to {piece.end - 1} came, which were not asked for")
     return piece
+
+
+def decode_delta(payload: bytes, wanted: ChunkSet, grain: int) -> tuple[Piece, int]:
+    """The piece, and the bytes of its difference. Raises WeightsError unless it is a piece of what is still wanted."""
+    if len(payload) != DELTA.size:
+        raise PeerRefused(f"a difference is announced in {len(payload)} bytes")
+    return decode_piece(payload[: PIECE.size], wanted, grain), int(DELTA.unpack(payload)[2])
 
 
 def reason_of(error: WeightsError) -> bytes:

@@ -33,6 +33,7 @@ def open_transports(
     port: int = 0,
     advertise: str = "",
     stall_s: float = 2.0,
+    delta_share: float = 0.5,
     on_refusal: Callable[[str], None] = lambda reason: None,
 ) -> list[Transport]:
     """Best first; for the arguments see TcpTransport. A fixed `port` is that of tcp, the one after it that of verbs.
@@ -41,7 +42,7 @@ def open_transports(
     `choice` is verbs and there is no RDMA here."""
     tcp = TcpTransport(
         secret=secret, run=run, relay=relay, bind=bind, port=port, advertise=advertise, stall_s=stall_s,
-        on_refusal=on_refusal,
+        delta_share=delta_share, on_refusal=on_refusal,
     )  # fmt: skip
     # An address that only this host reaches says that no weights are to leave it.
     if choice == "tcp" or (choice == "auto" and _is_loopback(bind)):

@@ -14,14 +14,12 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
 
 from laminar.errors import ConfigError, WeightsError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece, span
 from laminar.relay.protocol import ProtocolError
 from laminar.relay.transport.base import (
-    HEARTBEAT_S,
     ChunkSource,
     FindSource,
     LinkBroken,
@@ -30,9 +28,9 @@ from laminar.relay.transport.base import (
     VersionHeader,
 )
 from laminar.relay.transport.frames import (
-    PIECE,
     FrameChannel,
     Kind,
+    decode_delta,
     decode_fetch,
     decode_header,
     decode_piece,
@@ -45,9 +43,9 @@ from laminar.relay.transport.frames import (
     reason_of,
 )
 from laminar.relay.transport.handshake import ACCEPT, GREETING, PROOF, Asker, Identity, Server
+from laminar.relay.transport.pieces import alive, receive_delta, send_pieces
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 HANDSHAKE_S = 5.0
 """Seconds that a stranger may take to prove the secret."""
@@ -61,7 +59,9 @@ BACKLOG = 128
 class TcpTransport:
     """`bind`: address to listen at, `port` 0 takes a free one; `advertise`: the host name that others use, if another.
 
-    `stall_s`: seconds of silence after which a peer counts as dead. `on_refusal` is told why somebody was refused.
+    `stall_s`: seconds of silence after which a peer counts as dead. `delta_share`: a piece goes as its difference to
+    the asker's base if that takes at most this share of its bytes; 0: never. `on_refusal` is told why somebody was
+    refused.
     """
 
     name = "tcp"
@@ -76,11 +76,13 @@ class TcpTransport:
         port: int = 0,
         advertise: str = "",
         stall_s: float = 2.0,
+        delta_share: float = 0.5,
         on_refusal: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._secret, self._run, self._relay = secret, run, relay
         self._bind, self._port, self._advertise = bind, port, advertise
         self._stall_s = stall_s
+        self._delta_share = delta_share
         self._on_refusal = on_refusal
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,7 +127,7 @@ class TcpTransport:
 
     async def _serve_chunks(self, channel: FrameChannel, source: ChunkSource, wanted: ChunkSet, grain: int) -> None:
         """Send what was fetched."""
-        await _send_pieces(channel, source, wanted, grain)
+        await send_pieces(channel, source, wanted, grain, delta_share=self._delta_share)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -222,7 +224,7 @@ class TcpTransport:
             source = sources[0]
             header = source.header
             # Threads may be busy: the asker must not take that for our death.
-            await channel.send(Kind.HEADER, await _alive(channel, self._encoded(header, known_layout)))
+            await channel.send(Kind.HEADER, await alive(channel, self._encoded(header, known_layout)))
             _, payload = await channel.receive(Kind.FETCH, silence_s=IDLE_S)
             wanted, grain = decode_fetch(payload, header.chunks)
             await self._serve_chunks(channel, source, wanted, grain)
@@ -260,16 +262,20 @@ class SocketLink(ABC):
 
     def __init__(self, channel: FrameChannel, *, round_trip_s: float) -> None:
         self.round_trip_s = round_trip_s
+        self.received = 0
+        self.differences = 0
         self._channel = channel
         self._found: VersionHeader | None = None
 
     @abstractmethod
-    def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+    def receive(
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+    ) -> AsyncGenerator[Piece, None]:
         """As `transport.base.Link.receive`."""
 
     async def find(self, request: PullRequest) -> VersionHeader:
         await self._channel.send(Kind.FIND, encode_request(request))
-        payload = await self._receive(Kind.HEADER)
+        _, payload = await self._receive(Kind.HEADER)
         self._found = await asyncio.to_thread(decode_header, payload, request.known_layout)
         return self._found
 
@@ -282,21 +288,24 @@ class SocketLink(ABC):
             raise AssertionError("find a version before its chunks are received")
         return header
 
-    async def _receive(self, kind: Kind) -> bytes:
+    async def _receive(self, *kinds: Kind) -> tuple[Kind, bytes]:
         """The next frame that is not only a sign of life."""
         while True:
-            got, payload = await self._channel.receive(kind, Kind.WAITING, Kind.REFUSED)
-            if got is Kind.REFUSED:
+            kind, payload = await self._channel.receive(*kinds, Kind.WAITING, Kind.REFUSED)
+            if kind is Kind.REFUSED:
                 raise PeerRefused(f"{self._channel.peer}: {decode_reason(payload)}")
-            if got is kind:
-                return payload
+            if kind is not Kind.WAITING:
+                return kind, payload
 
 
 class TcpLink(SocketLink):
     """Chunks come over the same connection."""
 
-    async def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+    async def receive(
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+    ) -> AsyncGenerator[Piece, None]:
         header = self._take_found()
+        kinds = (Kind.PIECE,) if base is None else (Kind.PIECE, Kind.DELTA)
         await self._channel.send(Kind.FETCH, encode_fetch(wanted, grain))
         missing = wanted.copy()
         total = header.layout.total_bytes
@@ -304,48 +313,24 @@ class TcpLink(SocketLink):
         try:
             with arena.buffer(total) as buffer:
                 while len(missing) > 0:
-                    piece = decode_piece(await self._receive(Kind.PIECE), missing, grain)
-                    start, end = span(piece, header.chunk_bytes, total)
-                    with buffer[start:end] as target:
-                        await self._channel.receive_into(target)
+                    kind, payload = await self._receive(*kinds)
+                    if kind is Kind.DELTA and base is not None:
+                        piece, nbytes = decode_delta(payload, missing, grain)
+                        bounds = span(piece, header.chunk_bytes, total)
+                        await receive_delta(self._channel, base, arena, bounds, nbytes)
+                        self.differences += 1
+                    else:
+                        piece = decode_piece(payload, missing, grain)
+                        start, end = span(piece, header.chunk_bytes, total)
+                        nbytes = end - start
+                        with buffer[start:end] as target:
+                            await self._channel.receive_into(target)
+                    self.received += nbytes
                     missing.discard(piece)
                     yield piece
             await self._receive(Kind.DONE)
         finally:
             arena.pins -= 1
-
-
-async def _send_pieces(channel: FrameChannel, source: ChunkSource, wanted: ChunkSet, grain: int) -> None:
-    header = source.header
-    total = header.layout.total_bytes
-    with source.arena.buffer(total) as buffer:
-        while len(wanted) > 0:
-            try:
-                piece = await alive(channel, source.ready(wanted, grain))
-            except LinkBroken:
-                raise
-            except WeightsError as e:
-                await channel.send(Kind.REFUSED, reason_of(e))
-                raise LinkBroken(f"{channel.peer}: {e}") from e
-            start, end = span(piece, header.chunk_bytes, total)
-            await channel.send(Kind.PIECE, PIECE.pack(piece.first, piece.count))
-            with buffer[start:end] as data:
-                await channel.send_bytes(data)
-            wanted.discard(piece)
-    await channel.send(Kind.DONE)
-
-
-async def alive(channel: FrameChannel, work: Awaitable[T]) -> T:
-    """The result of `work`; meanwhile the peer hears that we live, and we hear if it does not."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=HEARTBEAT_S))[0]:
-            await channel.send(Kind.WAITING)
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:

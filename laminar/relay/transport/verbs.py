@@ -46,7 +46,8 @@ from laminar.relay.transport.frames import (
     encode_json,
     reason_of,
 )
-from laminar.relay.transport.tcp import SocketLink, TcpTransport, alive
+from laminar.relay.transport.pieces import alive
+from laminar.relay.transport.tcp import SocketLink, TcpTransport
 from laminar.relay.transport.verbs_device import REGION, Device, Gid, Port, Region
 from laminar.relay.transport.verbs_queue import RECEIVES, Completions, QueueEnd, QueuePair, Target
 
@@ -67,7 +68,7 @@ class VerbsTransport(TcpTransport):
 
     name = "verbs"
 
-    def __init__(self, port: Port, gid: Gid, **control: object) -> None:
+    def __init__(self, port: Port, gid: Gid, /, **control: object) -> None:
         super().__init__(**control)  # type: ignore[arg-type]
         self._rdma_port, self._gid = port, gid
         self._completions: Completions | None = None
@@ -161,7 +162,10 @@ class VerbsLink(SocketLink):
         super().__init__(channel, round_trip_s=round_trip_s)
         self._transport, self._relay = transport, relay
 
-    async def receive(self, arena: Arena, wanted: ChunkSet, grain: int) -> AsyncGenerator[Piece, None]:
+    async def receive(
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        """As `transport.base.Link.receive`; all comes whole: devices write faster than differences are computed."""
         header = self._take_found()
         missing = wanted.copy()
         arena.pins += 1
@@ -170,6 +174,8 @@ class VerbsLink(SocketLink):
                 while len(missing) > 0:
                     piece = _piece_at(await incoming.arrival(), missing, grain, self._channel.peer)
                     missing.discard(piece)
+                    start, end = span(piece, header.chunk_bytes, header.layout.total_bytes)
+                    self.received += end - start
                     yield piece
                     incoming.used_one()
                 await incoming.finish()

@@ -1,0 +1,74 @@
+"""Which transport a link takes, and that another one takes over where the better one does not get through."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from laminar.relay.arena import Arena
+from laminar.relay.chunks import ChunkSet, Piece
+from laminar.relay.transport.base import FabricFailed, FindSource, Link
+from laminar.relay.transport.tcp import SocketLink, TcpTransport
+
+Chain = Any
+"""`conftest.Chain`, which pytest loads by its path."""
+
+
+class Fabric(TcpTransport):
+    """Stands in for a device that breaks after `pieces`, as often as told; then it is avoided, as verbs is."""
+
+    name = "fabric"
+
+    def __init__(self, pieces: int) -> None:
+        super().__init__(secret=b"s" * 32, run="demo", relay="asker")
+        self.pieces = pieces
+        self.broken = False
+        self.connected = 0
+
+    async def listen(self, find: FindSource) -> str:
+        raise AssertionError("the nodes listen by tcp")
+
+    async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SocketLink:
+        if self.broken:
+            raise FabricFailed("not reached for now")
+        self.connected += 1
+        return await super().connect(relay, endpoint, deadline_s=deadline_s)
+
+    def _link(self, relay: str, channel: Any, round_trip_s: float) -> SocketLink:
+        return Breaking(self, super()._link(relay, channel, round_trip_s), channel, round_trip_s)
+
+
+class Breaking(SocketLink):
+    def __init__(self, fabric: Fabric, link: Link, channel: Any, round_trip_s: float) -> None:
+        super().__init__(channel, round_trip_s=round_trip_s)
+        self.fabric, self.link = fabric, link
+        self.find = link.find  # type: ignore[method-assign]
+
+    async def receive(
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+    ) -> AsyncGenerator[Piece, None]:
+        async with aclosing(self.link.receive(arena, wanted, grain, base)) as pieces:
+            async for piece in pieces:
+                if self.fabric.pieces == 0:
+                    self.fabric.broken = True
+                    raise FabricFailed("the peer's device does not acknowledge")
+                self.fabric.pieces -= 1
+                yield piece
+
+
+@pytest.mark.parametrize("pieces", [0, 5, 1000])
+async def test_a_better_transport_is_taken_until_it_fails(chain: Chain, pieces: int) -> None:
+    """What came by it is kept; the rest comes by tcp, from the same relay."""
+    chain.fabric = fabric = Fabric(pieces)
+    nodes = [await chain.add(f"r{i}") for i in range(2)]
+    chain.plan(nodes[0])
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await chain.until_all_hold(name)
+    assert nodes[1].bytes_of(name) == nodes[0].bytes_of(name)
+    hop = nodes[1].follower.hops[-1]
+    assert set(hop.peers) == {"r0"} and fabric.connected == 1
+    assert len(hop.repairs) == (0 if pieces == 1000 else 1)

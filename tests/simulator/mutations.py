@@ -9,11 +9,10 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from laminar.buffer import claims
+from laminar.buffer import claims, steps
 from laminar.buffer.coordination import Transaction
 from laminar.buffer.memory_table import MemoryTable
-from laminar.buffer.session import transact_or_read_back
-from laminar.buffer.steps import StepLog
+from laminar.buffer.session import Leadership, Session, transact_or_read_back
 from laminar.simulator.engine import SimEngine
 from laminar.workers import outbox
 
@@ -68,19 +67,19 @@ def claim_deleted_before_durable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def batch_decided_twice() -> Iterator[None]:
-    """The trainer's head and batches are written whoever leads and whatever is there."""
+    """A decision compares neither who leads nor whether the step has a batch, and nobody notices a lost lease: a
+    stalled trainer that wakes up beside its successor decides as well."""
+    real: Callable[..., Any] = transact_or_read_back
 
-    async def change(self: StepLog, also: Any, absent_keys: Any, changes: dict[str, Any]) -> Any:
-        real: Callable[..., Any] = transact_or_read_back
+    async def unguarded(coordination: Any, transaction: Transaction, **options: Any) -> Any:
+        return await real(coordination, replace(transaction, compare=()), **options)
 
-        async def unguarded(coordination: Any, transaction: Transaction, **options: Any) -> Any:
-            return await real(coordination, replace(transaction, compare=()), **options)
-
-        with patch("laminar.buffer.steps.transact_or_read_back", unguarded):
-            return await original(self, also, absent_keys, changes)
-
-    original = StepLog._change_head
-    with patch.object(StepLog, "_change_head", change):
+    with (
+        patch.object(steps, "transact_or_read_back", unguarded),
+        patch.object(Session, "alive", property(lambda self: True)),
+        patch.object(Session, "_lose", lambda self, reason: None),
+        patch.object(Leadership, "_lose", lambda self, reason: None),
+    ):
         yield
 
 

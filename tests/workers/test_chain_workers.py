@@ -25,7 +25,7 @@ from laminar.clock import SystemClock
 from laminar.config import Config, RelayConfig
 from laminar.errors import ConfigError, StoreError
 from laminar.relay.layout import Layout
-from laminar.workers.chain import address_within, listening, run_secret, relay_transports
+from laminar.workers.chain import address_within, listening, relay_transports, run_secret
 from laminar.workers.chain_planning import elected, planned
 from laminar.workers.context import Member, Run, joined
 from laminar.workers.machine import Machine, this_machine

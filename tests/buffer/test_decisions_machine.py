@@ -68,7 +68,8 @@ class Trainers(RuleBasedStateMachine):
         except Fenced:
             assert not actor.alive
         except StoreError as error:
-            assert "cannot be decided" in str(error) or "changed under its leader" in str(error), error
+            refusals = ("cannot be decided", "changed under its leader", "holds another batch")
+            assert any(refusal in str(error) for refusal in refusals), error
         actor.faults._script.clear()
 
     def head(self) -> TrainerHead | None:

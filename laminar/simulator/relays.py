@@ -51,26 +51,23 @@ class SimWeights:
     def gone(self) -> None:
         """The process died: its memory goes with it."""
         self._switchboard.pop(self.endpoint.removeprefix("unix:"), None)
-        for arena in self.holdings.pool.arenas:
+        arenas, self.holdings.pool.arenas = self.holdings.pool.arenas, []
+        for arena in arenas:
             try:
                 arena.close()
             except BufferError:
                 # Its own unfinished calls still look at it; they go at the end of the simulation.
                 os.close(arena.fd)
-        self.holdings.pool.arenas.clear()
 
 
 class SimArena:
-    """A reservation of one process."""
+    """A reservation of one process. It fills memory of its own, which the seal copies: a mapping that goes with it."""
 
     def __init__(self, arena: Arena, layout: Layout, release: Callable[[], None]) -> None:
         self.arena = arena
         self.layout = layout
         self.release = release
-
-    @property
-    def buffer(self) -> memoryview:
-        return self.arena.buffer(self.layout.total_bytes)
+        self.buffer = memoryview(bytearray(layout.total_bytes))
 
 
 @dataclass(frozen=True)
@@ -126,6 +123,7 @@ class SimRelayAccess:
         async def seal(relay: SimWeights) -> VersionInfo:
             if arena.release in self.process.on_death:
                 self.process.on_death.remove(arena.release)
+            arena.arena.buffer(arena.layout.total_bytes)[:] = arena.buffer
             return await relay.holdings.seal(arena.arena, arena.layout, version)
 
         return await self._call(seal)

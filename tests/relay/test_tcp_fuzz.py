@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import random
@@ -23,6 +24,7 @@ from laminar.relay.transport.frames import (
     LONGEST,
     PREFIX,
     Kind,
+    decode_delta,
     decode_fetch,
     decode_header,
     decode_piece,
@@ -126,7 +128,7 @@ class Fuzzer:
         values = [None, True, -1, 1 << 80, 1.5, "x" * 90, "zz", [], [[]], [[1, 2]], [[1, "d", 3]], {}, "f" * 5000]
         message: dict[str, object] = rng.choice(
             [
-                {"acceptable": [[1, self.name.digest]], "held_only": False, "layout": ""},
+                {"acceptable": [[1, self.name.digest]], "held_only": False, "layout": "", "base": [1, "d"]},
                 {"grain": 1, "wanted": "7"},
                 {"version": 1, "digest": "d", "layout_digest": "l", "chunk_bytes": 1024, "layout": None},
                 {"reason": "because"},
@@ -225,7 +227,10 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
     with pytest.raises(PeerRefused, match="not known here"):
         decode_header(encode_header(header, b""), None)
     request = PullRequest((VersionName(1, "a"), VersionName(2, "b")), held_only=True, known_layout=LAYOUT)
+    based = dataclasses.replace(request, base=VersionName(0, "c"))
+    assert decode_request(encode_request(based))[0].base == VersionName(0, "c")
     decoded, known = decode_request(encode_request(request))
+    assert decoded.base is None
     assert (decoded.acceptable, decoded.held_only, known) == (request.acceptable, True, LAYOUT.digest)
     wanted = ChunkSet.from_hex("5", 3)
     assert decode_fetch(encode_fetch(wanted, 2), 3) == (wanted, 2)
@@ -247,6 +252,7 @@ def test_a_hundred_thousand_malformed_payloads_are_refused_or_right() -> None:
             lambda p=payload: decode_request(p),
             lambda p=payload: decode_fetch(p, 3),
             lambda p=payload: decode_piece(p, wanted, 2),
+            lambda p=payload: decode_delta(p, wanted, 2),
             lambda p=payload: decode_reason(p),
             lambda p=bytes(torn): decode_header(p, LAYOUT),
         ):

@@ -52,6 +52,7 @@ def rollouts(endpoint: str) -> list[psutil.Process]:
     return [p for p, line in lines if "rollout" in line and "--run" in line and endpoint in " ".join(line)]
 
 
+@pytest.mark.nightly
 def test_a_rollout_is_killed_and_nothing_is_lost(
     tmp_path: Path, s3_service: Any, etcd: SecureEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

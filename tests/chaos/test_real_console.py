@@ -58,6 +58,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.nightly
 def test_a_disk_that_fills_is_told_in_words_and_the_run_goes_on_once_there_is_space(
     small_disk: Path, real_run: MakeRun
 ) -> None:

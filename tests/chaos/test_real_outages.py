@@ -64,6 +64,7 @@ def network() -> Iterator[CutNetwork]:
     one.close()
 
 
+@pytest.mark.nightly
 def test_the_leader_of_a_cluster_dies_and_comes_back(
     real_run: MakeRun, etcds: Callable[..., Etcds], recorder: Recorder
 ) -> None:
@@ -95,6 +96,7 @@ def test_etcd_is_away_for_longer_than_every_lease(
     run.assert_ended_well()
 
 
+@pytest.mark.nightly
 def test_a_rollout_cut_off_from_etcd_loses_its_work_and_joins_again(
     real_run: MakeRun, etcds: Callable[..., Etcds], network: CutNetwork, recorder: Recorder
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_rollout_cut_off_from_etcd_loses_its_work_and_joins_again(
     assert seen.written_by(victim, after=mended) == []
 
 
+@pytest.mark.nightly
 def test_a_full_disk_only_delays(
     real_run: MakeRun, etcds: Callable[..., Etcds], disk: SmallDisk, recorder: Recorder
 ) -> None:

@@ -23,7 +23,7 @@ MakeRun = Callable[..., RealRun]
 
 
 @pytest.mark.parametrize(
-    "kind", ["rollout", "trainer", "relay", pytest.param("committer", marks=pytest.mark.nightly)]
+    "kind", ["rollout", *(pytest.param(k, marks=pytest.mark.nightly) for k in ("trainer", "relay", "committer"))]
 )
 def test_a_process_that_wakes_after_its_lease_writes_nothing_that_counts(
     real_run: MakeRun, recorder: Recorder, kind: str

@@ -26,6 +26,7 @@ def test_an_undisturbed_run_ends_sound(real_run: MakeRun) -> None:
     run.assert_sound()
 
 
+@pytest.mark.nightly  # the ten random kills hit each kind as well
 @pytest.mark.parametrize("kind", ["rollout", "trainer", "relay", "committer"])
 def test_kill_9_of_any_process_is_recovered(real_run: MakeRun, recorder: Recorder, kind: str) -> None:
     """Cases 22 and 31: kill with trajectories in flight; all drawn groups are trained or retired once."""
@@ -90,6 +91,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process_and_resumes(real_run: MakeRu
     run.assert_ended_well()
 
 
+@pytest.mark.nightly
 def test_a_done_run_says_so_and_can_be_given_more_steps(real_run: MakeRun) -> None:
     run = real_run("run.max_steps=4")
     run.start()
@@ -130,6 +132,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_error(real_run: MakeR
     run.assert_nothing_left()
 
 
+@pytest.mark.nightly
 def test_five_prompts_and_batches_of_four_end_with_the_rest_named(real_run: MakeRun) -> None:
     """Case 21."""
     run = real_run("prompts.size=5", "run.epochs=1", "trainer.groups_per_step=4", 'trainer.last_batch="retire"')

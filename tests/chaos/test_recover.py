@@ -78,6 +78,7 @@ def test_a_run_whose_etcd_is_lost_goes_on_from_its_store(real_run: MakeRun) -> N
     published_once(run.store)
 
 
+@pytest.mark.nightly
 def test_an_etcd_that_comes_back_from_an_old_copy_is_refused_and_rebuilt(real_run: MakeRun) -> None:
     run = real_run("run.max_steps=8")
     run.start()
@@ -108,6 +109,7 @@ def test_an_etcd_that_comes_back_from_an_old_copy_is_refused_and_rebuilt(real_ru
     published_once(run.store)
 
 
+@pytest.mark.nightly
 def test_a_run_at_work_is_fenced_out_and_goes_on_in_the_new_generation(real_run: MakeRun) -> None:
     run = real_run("run.max_steps=8")
     run.start()

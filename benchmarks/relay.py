@@ -6,8 +6,8 @@
 chain     each relay in a network namespace of its own, with a link to each neighbour that is shaped to `--mbit` by tc
           tbf, so that a relay in the middle receives and sends at that rate. Printed beside the measurement: the model
           T = (p + k - 2) t for p relays (the master counts) and k pieces, with t from the rate of the link for
-          TCP's payload (`--mbit` less the headers of Ethernet, IP and TCP). Link use: payload bytes / (seconds of the
-          last relay's own transfer x that rate).
+          TCP's payload (`--mbit` less the headers of Ethernet, IP and TCP). Link use: of the slowest hop, payload bytes
+          / (seconds from its first piece to its last x that rate).
 loopback  one hop between two processes, checked and held, beside the plain copy: sendall from one mapped buffer,
           recv_into another, in as large slices, no checks.
 Medians of `--repeats`; each repeat is a version of its own, and all times are of one monotonic clock.
@@ -170,9 +170,11 @@ def measure_chain(arguments: argparse.Namespace) -> None:
         with shaped(names, arguments.mbit), chain(names, options, namespaces=True) as nodes:
             broadcast(nodes, 0, nbytes)  # touches the arenas
             for version in range(1, arguments.repeats + 1):
-                seconds, received = broadcast(nodes, version, nbytes)
-                times.append(seconds)
-                uses.append(min(nbytes / hop["seconds"] / rate for hop in received))
+                took, received = broadcast(nodes, version, nbytes)
+                times.append(took)
+                # From a relay's first piece on: before it the chain fills, which the model counts for itself.
+                streaming = [hop["seconds"] - hop["filling_s"] for hop in received]
+                uses.append(min((nbytes - piece) / seconds / rate for seconds in streaming))
                 peers = [hop["peers"] for hop in received]
                 if peers != [[name] for name in names[:-1]]:
                     raise RuntimeError(f"this was not the chain: {peers}")

@@ -58,21 +58,26 @@ Links = Mapping[str, Mapping[str, str]]
 class Hop:
     """One finished transfer into this relay: seconds from the first request for chunks to the last checked one, which
     was at `ended_at` of the loop's time. `received`: bytes that pieces took on their way, fewer than `nbytes` where
-    they came as differences, more where some came twice."""
+    they came as differences, more where some came twice. `filling_s`: of `seconds`, those until the first piece, in
+    which the chain before this relay filled."""
 
     name: VersionName
     peers: tuple[str, ...]
     nbytes: int
     received: int
     seconds: float
+    filling_s: float
     ended_at: float
     piece_bytes: int
     repairs: tuple[Repair, ...]
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
-        return self.nbytes / max(self.seconds, 1e-9)
+        """Bytes a second, from the first piece on where there were several."""
+        rest = self.nbytes - self.piece_bytes
+        if rest <= 0:
+            return self.nbytes / max(self.seconds, 1e-9)
+        return rest / max(self.seconds - self.filling_s, 1e-9)
 
 
 @dataclass
@@ -120,6 +125,7 @@ class Transfer:
         self._reserving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._began = 0.0
+        self._first_at = 0.0
         self._served_by: list[str] = []
         self._grain = 1
         self._base: Source | None = None
@@ -170,6 +176,7 @@ class Transfer:
             info.bytes,
             self._received,
             seconds,
+            (self._first_at or self._now()) - self._began,
             self._now(),
             self._grain * header.chunk_bytes,
             tuple(self.pull.repairs),
@@ -384,6 +391,7 @@ class Transfer:
         self._arrived(relay, arriving, piece)
 
     def _arrived(self, relay: str, arriving: Arriving, piece: Piece) -> None:
+        self._first_at = self._first_at or self._now()
         if not self.pull.ended:
             arriving.add(piece)
         self._do(self.pull.arrived(relay, piece, self._now()))

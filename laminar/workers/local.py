@@ -15,8 +15,6 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -30,16 +28,17 @@ from laminar.buffer.records import RunManifest, TrainerHead
 from laminar.buffer.schema import FORMAT_VERSION, TABLES
 from laminar.clock import SystemClock
 from laminar.config import Config
-from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, LaminarError, StoreError
+from laminar.errors import ConfigError, LaminarError, StoreError
 from laminar.workers.children import worker_command
 from laminar.workers.disk import restarted, watch_disk
 from laminar.workers.display import Display, write_line
 from laminar.workers.ending import Ending, forget_ending, write_ending
 from laminar.workers.etcd_process import EtcdProcess, find_etcd
 from laminar.workers.etcd_upkeep import Upkeep
-from laminar.workers.exclusion import Supervision, only_here, only_supervisor
+from laminar.workers.exclusion import Supervision, only_supervisor
 from laminar.workers.inspect import StoreView
 from laminar.workers.preparation import Plan, plan_run, write_plan
+from laminar.workers.run_etcd import coordination_service, reach
 from laminar.workers.status import read_live
 from laminar.workers.store_mark import write_mark
 from laminar.workers.story import EventHandler, Story
@@ -49,7 +48,6 @@ from laminar.workers.tables import open_table
 
 log = logging.getLogger(__name__)
 
-REACH_ETCD_S = 10.0
 SHOW_INTERVAL_S = 0.5
 ETCD_SILENT_S = 3.0
 """An etcd that takes longer for one look counts as away, as far as the display goes."""
@@ -104,68 +102,6 @@ async def _check_etcd(config: Config) -> None:
         await reach(config.coordination.access())
     else:
         await asyncio.to_thread(find_etcd)
-
-
-async def reach(access: EtcdAccess) -> None:
-    """Raises ConfigError naming the addresses and the time waited if no etcd answers, or what it refused."""
-    coordination = access.connect()
-    try:
-        async with asyncio.timeout(REACH_ETCD_S):
-            await coordination.get("/laminar/")
-    except (TimeoutError, CoordinationUnavailable) as e:
-        raise ConfigError(
-            f"no etcd answers at {access} (waited {REACH_ETCD_S:.0f} s): start it, correct "
-            "coordination.endpoints, or leave them empty to run an embedded one"
-            + ("" if access.tls() else "; if it speaks TLS, set coordination.ca")
-        ) from e
-    except CoordinationError as e:
-        raise ConfigError(f"etcd at {access} cannot be used: {e}") from e
-    finally:
-        await coordination.close()
-
-
-@asynccontextmanager
-async def coordination_service(config: Config, root: Path) -> AsyncIterator[tuple[EtcdAccess, EtcdProcess | None]]:
-    """The way to the configured etcd, or to one that lives as long as the block."""
-    if config.coordination.endpoints:
-        access = config.coordination.access()
-        await reach(access)
-        yield access, None
-        return
-    folder = root / "etcd"
-    mark = folder / "endpoint"
-    await asyncio.to_thread(find_etcd)  # before anything is written
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"cannot write to {folder}: {e.strerror}; choose a run.store that can be written") from e
-    with only_here(folder, config.run.name) as locked:
-        if not locked and mark.exists() and await listens(mark.read_text().strip()):
-            raise ConfigError(
-                f"the etcd of run {config.run.name!r} is running at {mark.read_text().strip()}: this run is being run "
-                "by another `laminar run`; stop that one, or choose another run.name"
-            )
-        etcd = EtcdProcess(folder / "data")
-        await etcd.start()
-        try:
-            mark.write_text(etcd.endpoint)
-            yield EtcdAccess((etcd.endpoint,)), etcd
-        finally:
-            await etcd.stop()
-            mark.unlink(missing_ok=True)
-
-
-async def listens(endpoint: str) -> bool:
-    host, _, port = endpoint.rpartition(":")
-    try:
-        async with asyncio.timeout(2):
-            _, writer = await asyncio.open_connection(host, int(port))
-    except (OSError, TimeoutError, ValueError):
-        return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
 
 
 async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[RunFile, Keys]:

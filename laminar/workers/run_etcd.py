@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,8 +11,12 @@ from pathlib import Path
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.manifest import RunFile
 from laminar.buffer.storage import Storage
-from laminar.config import config_from
-from laminar.workers.local import coordination_service, listens
+from laminar.config import Config, config_from
+from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable
+from laminar.workers.etcd_process import EtcdProcess, find_etcd
+from laminar.workers.exclusion import only_here
+
+REACH_ETCD_S = 10.0
 
 
 def etcd_folder(storage: Storage, run: str) -> Path:
@@ -38,3 +44,65 @@ async def etcd_of(
             yield own
     else:
         yield None
+
+
+async def reach(access: EtcdAccess) -> None:
+    """Raises ConfigError naming the addresses and the time waited if no etcd answers, or what it refused."""
+    coordination = access.connect()
+    try:
+        async with asyncio.timeout(REACH_ETCD_S):
+            await coordination.get("/laminar/")
+    except (TimeoutError, CoordinationUnavailable) as e:
+        raise ConfigError(
+            f"no etcd answers at {access} (waited {REACH_ETCD_S:.0f} s): start it, correct "
+            "coordination.endpoints, or leave them empty to run an embedded one"
+            + ("" if access.tls() else "; if it speaks TLS, set coordination.ca")
+        ) from e
+    except CoordinationError as e:
+        raise ConfigError(f"etcd at {access} cannot be used: {e}") from e
+    finally:
+        await coordination.close()
+
+
+@asynccontextmanager
+async def coordination_service(config: Config, root: Path) -> AsyncIterator[tuple[EtcdAccess, EtcdProcess | None]]:
+    """The way to the configured etcd, or to one that lives as long as the block."""
+    if config.coordination.endpoints:
+        access = config.coordination.access()
+        await reach(access)
+        yield access, None
+        return
+    folder = root / "etcd"
+    mark = folder / "endpoint"
+    await asyncio.to_thread(find_etcd)  # before anything is written
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"cannot write to {folder}: {e.strerror}; choose a run.store that can be written") from e
+    with only_here(folder, config.run.name) as locked:
+        if not locked and mark.exists() and await listens(mark.read_text().strip()):
+            raise ConfigError(
+                f"the etcd of run {config.run.name!r} is running at {mark.read_text().strip()}: this run is being run "
+                "by another `laminar run`; stop that one, or choose another run.name"
+            )
+        etcd = EtcdProcess(folder / "data")
+        await etcd.start()
+        try:
+            mark.write_text(etcd.endpoint)
+            yield EtcdAccess((etcd.endpoint,)), etcd
+        finally:
+            await etcd.stop()
+            mark.unlink(missing_ok=True)
+
+
+async def listens(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        async with asyncio.timeout(2):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except (OSError, TimeoutError, ValueError):
+        return False
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

@@ -8,8 +8,9 @@ chain     each relay in a network namespace of its own, with a link to each neig
           T = (p + k - 2) t for p relays (the master counts) and k pieces, with t from the rate of the link for
           TCP's payload (`--mbit` less the headers of Ethernet, IP and TCP). Link use: of the slowest hop, payload bytes
           / (seconds from its first piece to its last x that rate).
-loopback  one hop between two processes, checked and held, beside the plain copy: sendall from one mapped buffer,
-          recv_into another, in as large slices, no checks.
+loopback  one hop between two processes, until the bytes lie in the arena and until they are checked, beside the
+          plain copy: sendall from one mapped buffer, recv_into another, in as large slices, no checks. Checking takes
+          a third core's work: on two cores it can only take turns with the copy.
 Medians of `--repeats`; each repeat is a version of its own, and all times are of one monotonic clock.
 """
 
@@ -234,16 +235,21 @@ def measure_loopback(arguments: argparse.Namespace) -> None:
     with chain(["r0", "r1"], options, namespaces=False) as nodes:
         for version in range(3):  # touches all arenas
             broadcast(nodes, version, nbytes)
-        hop, plain = [], []
+        landed, hop, plain = [], [], []
         for version in range(3, 3 + arguments.repeats):
             _, received = broadcast(nodes, version, nbytes)
+            landed.append(received[0]["landed_s"])
             hop.append(received[0]["seconds"])
             plain.append(plain_copy(nbytes, 4 << 20, 2)[1])
-    ours, theirs = statistics.median(hop), statistics.median(plain)
-    share = statistics.median(p / h for p, h in zip(plain, hop, strict=True))
-    print(f"relay hop, checked  {nbytes / ours / 1e9:6.2f} GB/s  {ours * 1e3:8.1f} ms")
-    print(f"plain socket copy   {nbytes / theirs / 1e9:6.2f} GB/s  {theirs * 1e3:8.1f} ms")
-    print(f"share of the plain copy's rate, median of pairs: {share:.1%}")
+    print(f"{'plain socket copy':18} {_gigabytes(nbytes, plain)}")
+    for name, times in (("relay hop, landed", landed), ("relay hop, checked", hop)):
+        share = statistics.median(p / t for p, t in zip(plain, times, strict=True))
+        print(f"{name:18} {_gigabytes(nbytes, times)}  {share:6.1%} of the plain copy's rate (median of pairs)")
+
+
+def _gigabytes(nbytes: int, times: Sequence[float]) -> str:
+    seconds = statistics.median(times)
+    return f"{nbytes / seconds / 1e9:6.2f} GB/s {seconds * 1e3:8.1f} ms"
 
 
 def _stop(number: int, frame: object) -> None:

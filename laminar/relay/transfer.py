@@ -59,7 +59,7 @@ class Hop:
     """One finished transfer into this relay: seconds from the first request for chunks to the last checked one, which
     was at `ended_at` of the loop's time. `received`: bytes that pieces took on their way, fewer than `nbytes` where
     they came as differences, more where some came twice. `filling_s`: of `seconds`, those until the first piece, in
-    which the chain before this relay filled."""
+    which the chain before this relay filled; `landed_s`: those until the last byte lay here, not yet checked."""
 
     name: VersionName
     peers: tuple[str, ...]
@@ -67,6 +67,7 @@ class Hop:
     received: int
     seconds: float
     filling_s: float
+    landed_s: float
     ended_at: float
     piece_bytes: int
     repairs: tuple[Repair, ...]
@@ -126,6 +127,7 @@ class Transfer:
         self._timer: asyncio.TimerHandle | None = None
         self._began = 0.0
         self._first_at = 0.0
+        self._landed_at = 0.0
         self._served_by: list[str] = []
         self._grain = 1
         self._base: Source | None = None
@@ -177,6 +179,7 @@ class Transfer:
             self._received,
             seconds,
             (self._first_at or self._now()) - self._began,
+            (self._landed_at or self._now()) - self._began,
             self._now(),
             self._grain * header.chunk_bytes,
             tuple(self.pull.repairs),
@@ -335,9 +338,10 @@ class Transfer:
                 group.create_task(self._stream(relay, peer, header, share, grain, first=i == 0))
 
     def _choose_grain(self, header: VersionHeader, link: Link) -> int:
+        # Checking a piece is one more stage, which works while the next piece comes.
         return self._tuning.grain or best_grain(
             header.layout.total_bytes,
-            self._relays,
+            self._relays + 1,
             header.chunk_bytes,
             seconds_a_byte=1 / self._tuning.rate,
             seconds_a_piece=link.round_trip_s + HANDLING_S,
@@ -360,6 +364,7 @@ class Transfer:
         try:
             async with asyncio.TaskGroup() as checks, aclosing(pieces):
                 async for piece in pieces:
+                    self._landed_at = self._now()
                     await room.acquire()
                     checks.create_task(self._check(relay, arriving, piece, room.release))
         finally:

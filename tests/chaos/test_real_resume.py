@@ -1,4 +1,4 @@
-"""A resumed run whose replay gives other bits than were published: it goes on, and its records stay true."""
+"""A resumed run with another learning rate, and one that failed and is tried again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_changed_learning_rate_before_the_first_checkpoint(real_run: MakeRun) -> None:
-    """Case 37, stopped between checkpoints: the decided steps are trained again at the new rate, so the newest version
-    comes out with other bits, while the published ones went with the relay. Case 33: with one step's groups admitted
-    the trainer can only go on with what rollouts generate under that version."""
+    """Case 37, stopped between checkpoints: the decided steps are trained again at the rate that they were decided
+    under, so the newest version comes out with the bits that were published, which went with the relay. Case 33: with
+    one step's groups admitted the trainer can only go on with what rollouts generate under that version."""
     tight = ("trainer.max_ahead_groups=16",)
     run = real_run(*tight)
     run.start()
@@ -27,7 +27,8 @@ def test_a_changed_learning_rate_before_the_first_checkpoint(real_run: MakeRun) 
     again = real_run(*tight, "trainer.learning_rate=1e-4")
     again.start()
     assert again.wait(180) == 0, again.story()
-    assert "replay_drift" in (again.store / "logs" / "trainer.log").read_text(), again.story()
+    assert "resuming with trainer.learning_rate = 0.0001 (was 0.0003)" in again.text(), again.story()
+    assert "replay_drift" not in (again.store / "logs" / "trainer.log").read_text(), again.story()
     again.assert_nothing_left()
     again.assert_sound()
 

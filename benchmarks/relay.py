@@ -148,7 +148,8 @@ def shaped(names: Sequence[str], mbit: float) -> Iterator[None]:
                 run(*inside, "ip", "link", "set", "dev", device, "gso_max_segs", "1", "gso_max_size", "1514")
                 run(*inside, "ip", "address", "add", address, "dev", device)
                 run(*inside, "ip", "link", "set", device, "up")
-                shape = ("rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms")
+                # A burst is what passes unshaped: little, beside a piece.
+                shape = ("rate", f"{mbit}mbit", "burst", "8kb", "latency", "100ms")
                 run(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape)
         yield
     finally:
@@ -260,9 +261,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)  # namespaces and processes go before this one does
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=["chain", "loopback"])
-    parser.add_argument("--megabytes", type=int, default=64, help="MiB of a version")
-    parser.add_argument("--mbit", type=float, default=160.0, help="rate of each link")
-    parser.add_argument("--piece-kib", type=int, default=1024)
+    parser.add_argument("--megabytes", type=int, default=16, help="MiB of a version")
+    parser.add_argument("--mbit", type=float, default=40.0, help="rate of each link")
+    parser.add_argument("--piece-kib", type=int, default=256)
     parser.add_argument("--hops", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--streams", type=int, default=1, help="connections of the loopback hop")

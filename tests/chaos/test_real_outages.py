@@ -198,6 +198,7 @@ def _adopted(run: RealRun, source: str) -> dict[str, int]:
     return {name: int(tokens) for name, tokens in re.findall(pattern, run.worker_log("rollout-0"))}
 
 
+@pytest.mark.nightly
 def test_a_death_is_noticed_within_a_lease_and_by_the_supervisor_at_once(
     real_run: MakeRun, recorder: Recorder
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_done_run_says_so_and_can_be_given_more_steps(real_run: MakeRun) -> No
     longer.assert_sound()
 
 
+@pytest.mark.nightly
 def test_a_changed_data_set_is_refused_by_name(real_run: MakeRun) -> None:
     """Case 37: a changed learning rate is allowed and said, a changed data set is refused, naming both fingerprints."""
     run = real_run("run.max_steps=3")

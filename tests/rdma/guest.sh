@@ -18,11 +18,12 @@ for _ in $(seq 100); do
 done
 echo "guest: devices after $(cut -d' ' -f1 /proc/uptime) s"
 cd "$LAMINAR_REPOSITORY"
-export LAMINAR_TEST_RDMA_DEVICES=rxa,rxb,rxc LAMINAR_TEST_SLOWNESS=5
+export LAMINAR_TEST_RDMA_DEVICES=rxa,rxb,rxc LAMINAR_TEST_SLOWNESS=${LAMINAR_TEST_SLOWNESS:-5}
 export PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
 if [ "${1:-}" = --shell ]; then shift; exec bash -c "$*"; fi
 # Plug-ins and the other tests' helpers import much, which takes long over a shared file system.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-pytest=("$LAMINAR_PYTHON" -m pytest -q --color=no -p pytest_asyncio.plugin -p pytest_timeout -p no:cacheprovider --noconftest)
+pytest=("$LAMINAR_PYTHON" -m pytest -v --color=no --timeout=900 -p pytest_asyncio.plugin -p pytest_timeout -p no:cacheprovider --noconftest)
 if [ "$#" -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
-exec "${pytest[@]}" --durations=5 tests/rdma "tests/contract/test_transport.py" -k "verbs or rdma"
+exec "${pytest[@]}" --durations=8 -k "verbs or rdma" \
+  tests/contract/test_transport.py tests/rdma/test_rdma_queues.py tests/rdma/test_rdma_chain.py

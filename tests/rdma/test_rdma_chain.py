@@ -17,7 +17,7 @@ import pytest
 NODE = Path(__file__).parents[2] / "benchmarks" / "relay_node.py"
 DEVICES = [name for name in os.environ.get("LAMINAR_TEST_RDMA_DEVICES", "").split(",") if name]
 BYTES = 8 << 20
-WAIT_S = 150.0
+WAIT_S = 400.0
 STALL_S = 10.0
 """So long that only the end of a connection can tell, on an emulated machine too."""
 pytestmark = [

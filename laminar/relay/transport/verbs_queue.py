@@ -241,6 +241,8 @@ class QueuePair:
     async def drained(self) -> None:
         """All that was written lies in the peer's memory."""
         await self._until(lambda: self._sends == 0, "acknowledged nothing")
+        if self._problem is not None:
+            raise self._problem  # what failed is not outstanding any more either
 
     @property
     def slice_bytes(self) -> int:

@@ -194,11 +194,12 @@ def update_transaction(guard: Compare, held: Held, claim: Claim, *also: Operatio
 
 
 def hand_over_transaction(
-    keys: Keys, guard: Compare, held: Held, claim: Claim, target_alive: Compare | None
+    keys: Keys, guard: Compare, held: Held, claim: Claim, *only_if: Compare
 ) -> Transaction:
-    """A change of owner fills the new owner's inbox in the same transaction, and only while that owner lives."""
+    """A change of owner fills the new owner's inbox in the same transaction. `only_if`: that owner lives, and whatever
+    else the change depends on."""
     validate(held.claim, claim)
-    compares = (guard, unchanged(held.kv)) + ((target_alive,) if target_alive else ())
+    compares = (guard, unchanged(held.kv), *only_if)
     operations: list[Operation] = [Put(held.kv.key, claim.dump())]
     if claim.owner:
         operations.append(Put(keys.inbox_item(claim.owner, *held.id), str(claim.term)))

@@ -30,6 +30,8 @@ class Keys:
         self.cursor = f"{self.prefix}cursor"
         self.claims = f"{self.prefix}claims/"
         self.inbox_root = f"{self.prefix}inbox/"
+        self.moves_root = f"{self.prefix}moves/"
+        self.rests_root = f"{self.prefix}rests/"
         self.incoming_root = f"{self.prefix}incoming/"
         self.batches = f"{self.prefix}batches/"
         self.closings = f"{self.prefix}closings/"
@@ -66,6 +68,12 @@ class Keys:
 
     def inbox_item(self, worker: str, group: int, sample: int) -> str:
         return f"{self.inbox(worker)}{trajectory_name(group, sample)}"
+
+    def moves(self, worker: str) -> str:
+        return f"{self.moves_root}{worker}"
+
+    def rest(self, worker: str) -> str:
+        return f"{self.rests_root}{worker}"
 
     def incoming(self, table: str, segment: str) -> str:
         return f"{self.incoming_root}{table}/{segment}"

@@ -135,8 +135,8 @@ class Ledger:
         claim = claims.adopted(held.claim, version=version, progress=progress)
         return await self.update(held, claim, Delete(self.keys.inbox_item(self.name, *held.id)))
 
-    async def hand_over(self, held: Held, claim: Claim, target_alive: Compare | None) -> bool:
-        transaction = claims.hand_over_transaction(self.keys, self.actor.guard(), held, claim, target_alive)
+    async def hand_over(self, held: Held, claim: Claim, *only_if: Compare) -> bool:
+        transaction = claims.hand_over_transaction(self.keys, self.actor.guard(), held, claim, *only_if)
         value = claim.dump()
 
         async def committed() -> bool:

@@ -85,7 +85,7 @@ class LeaderRecord(Record):
 
 
 class Load(Record):
-    """What a rollout reports of itself (`load/rollout/<id>`)."""
+    """What a rollout reports of itself (`load/rollout/<id>`). Counts are since this worker started."""
 
     version: int
     running: int
@@ -95,7 +95,53 @@ class Load(Record):
     decode_tokens_per_s: float
     draining: bool
     finished: int = 0
-    """Trajectories finished since this worker started."""
+    batch_limit: int = 0
+    """The batch at which a decode step takes 1.5 times that of one trajectory, or the engine's limit; 0: unknown."""
+    step_s: float = 0.0
+    """Seconds of a decode step with one trajectory, as measured; 0: unknown."""
+    prefill_tokens_per_s: float = 0.0
+    """As measured; 0: unknown."""
+    evaluating: bool = False
+    switching: bool = False
+    """About to load another version: what came to its inbox from now on would find the old one gone."""
+    tail: dict[str, tuple[int, int]] = {}
+    """While it drains with at most `batch_limit` trajectories: of each that generates, by name, its tokens and how many
+    more are to be expected."""
+    moved_out: int = 0
+    """Trajectories handed to others by repack, still unfinished."""
+    moved_in: int = 0
+    refilled_tokens: int = 0
+    """Tokens prefilled again for trajectories that came from others."""
+
+
+class Move(Record):
+    """One trajectory of a plan, by name, and the worker that is to go on with it."""
+
+    trajectory: str
+    target: str
+
+
+class Moves(Record):
+    """`moves/<worker>`: hand these over, until the key is deleted. Each hand-over compares this key, so that a plan
+    whose key is gone moves nothing any more."""
+
+    plan: str
+    version: int
+    deadline_us: int
+    """UTC by the clock of the manager, which deletes the key then; for the eye."""
+    seconds: float
+    """How long the plan holds from when the source first sees it."""
+    items: list[Move]
+    targets: dict[str, int]
+    """The create_revision of each target's worker key."""
+
+
+class Rest(Record):
+    """`rests/<worker>`: draw nothing, hand everything over: this rollout is much slower than others of its kind."""
+
+    reason: str
+    until_us: int
+    """UTC by the clock of the manager, which deletes the key then; for the eye."""
 
 
 class RelayHop(Record):

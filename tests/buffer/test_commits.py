@@ -349,7 +349,7 @@ async def assert_reissued_and_finished(world: World, committer: TableCommitter, 
     assert {(h.claim.owner, h.claim.state) for h in waiting.values()} == {("", "waiting")}
     taken = []
     for held in waiting.values():
-        assert await world.rollout.ledger.hand_over(held, claims.reassigned(held.claim, "w", "death"), None)
+        assert await world.rollout.ledger.hand_over(held, claims.reassigned(held.claim, "w", "death"))
         waits = Held.of(one(world.server, held.kv.key))
         adopted = await world.rollout.ledger.adopt(waits, version=0, progress=0)
         assert adopted is not None and adopted.claim.deaths == 0
@@ -406,7 +406,7 @@ async def test_a_late_request_does_not_issue_trajectories_a_third_time(start: St
     actor.faults.delay_s = (0.0, 0.0)
     assert await committer.run_once() == 0
     held = Held.of(one(world.server, KEYS.claim(0, 0)))
-    assert await world.rollout.ledger.hand_over(held, claims.reassigned(held.claim, "w", "death"), None)
+    assert await world.rollout.ledger.hand_over(held, claims.reassigned(held.claim, "w", "death"))
     await asyncio.sleep(10)
     assert Held.of(one(world.server, KEYS.claim(0, 0))).claim.owner == "w"
 

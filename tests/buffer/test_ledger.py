@@ -163,7 +163,7 @@ async def test_an_update_of_a_claim_that_went_to_another_says_so(start: Start) -
     server = MemoryEtcd()
     a, b = await start(server, KEYS, "a"), await start(server, KEYS, "b")
     held = (await draw(a))[0]
-    assert await b.ledger.hand_over(held, claims.reassigned(held.claim, "b", "death"), None)
+    assert await b.ledger.hand_over(held, claims.reassigned(held.claim, "b", "death"))
     assert await a.ledger.update(held, held.claim.model_copy(update={"attempts": 1})) is None
     assert (await claimed(a))[0, 0].owner == "b"
 
@@ -218,7 +218,7 @@ async def test_a_paused_worker_finds_its_claim_gone_when_it_wakes(start: Start) 
     a, b = await start(server, KEYS, "a"), await start(server, KEYS, "b")
     held = (await draw(a))[0]
     a.kill()
-    await b.ledger.hand_over(held, claims.reassigned(held.claim, "b", "death"), None)
+    await b.ledger.hand_over(held, claims.reassigned(held.claim, "b", "death"))
     with pytest.raises(Fenced):
         await a.ledger.finish([held], "late", SEGMENT)
     assert server.get(KEYS.incoming("experience", "late")) is None and len(await claimed(b)) == 2
@@ -260,7 +260,7 @@ async def test_a_finish_with_a_lost_claim_returns_the_others_and_deletes_nothing
     server = MemoryEtcd()
     a, b = await start(server, KEYS, "a"), await start(server, KEYS, "b")
     held = await draw(a)
-    await b.ledger.hand_over(held[0], claims.reassigned(held[0].claim, "b", "death"), None)
+    await b.ledger.hand_over(held[0], claims.reassigned(held[0].claim, "b", "death"))
     assert await a.ledger.finish(held, "s0", SEGMENT) == [held[1]]
     assert server.get(KEYS.incoming("experience", "s0")) is None and len(await claimed(a)) == 2
     assert await a.ledger.finish([held[1]], "s1", SEGMENT) == []
@@ -270,7 +270,7 @@ async def test_a_finish_with_a_lost_claim_returns_the_others_and_deletes_nothing
 async def test_a_claim_that_came_back_under_a_new_term_is_not_the_old_one(start: Start) -> None:
     a = await start(MemoryEtcd(), KEYS, "a")
     held = (await draw(a, samples=1))[0]
-    assert await a.ledger.hand_over(held, claims.reassigned(held.claim, "a", "move"), None)
+    assert await a.ledger.hand_over(held, claims.reassigned(held.claim, "a", "move"))
     assert await a.ledger.finish([held], "s", SEGMENT) == []
     assert (await claimed(a))[0, 0].term == 2
 

@@ -289,7 +289,7 @@ async def test_the_run_goes_on_to_its_end(world: World) -> None:
     manager = await world.start(world.server, keys, "m", "manager")
     for kv in (await world.w.coordination.range(keys.claims)).items:
         orphan = claims.Held.of(kv)
-        assert await manager.ledger.hand_over(orphan, reassigned(orphan.claim, "x", "death"), None)
+        assert await manager.ledger.hand_over(orphan, reassigned(orphan.claim, "x", "death"))
         mine = claims.Held.of(await world.w.coordination.get(kv.key))
         taken = await world.w.ledger.adopt(mine, version=mine.claim.version, progress=0)
         await world.finish(f"x-{orphan.id[0]}-{orphan.id[1]}", [taken], taken.claim.version)

@@ -357,7 +357,7 @@ async def test_attempts_of_former_owners_count(stage: Stage) -> None:
 async def test_a_claim_that_went_to_another_ends_it_without_a_trace(stage: Stage, join: Join) -> None:
     other = await join(stage.rollout.server, "other")
     held = stage.t.held
-    assert await other.ledger.hand_over(held, claims.reassigned(held.claim, "other", "death"), None)
+    assert await other.ledger.hand_over(held, claims.reassigned(held.claim, "other", "death"))
     with pytest.raises(Lost):
         await stage.run(stage.engine([("cba" + stage.end, "stop")]), Host(scores=[failing()]))
     assert (stage.claim().owner, stage.claim().attempts) == ("other", 0)

@@ -253,7 +253,7 @@ async def test_a_lost_claim_is_left_out_and_the_rest_is_written_again(join: Join
     office = await Office.open(join, clock)
     other = await join(office.rollout.server, "other")
     moved = office.held[1]
-    assert await other.ledger.hand_over(moved, claims.reassigned(moved.claim, "other", "death"), None)
+    assert await other.ledger.hand_over(moved, claims.reassigned(moved.claim, "other", "death"))
     async with running(office.finisher.run()):
         await office.finish()
     assert await office.registered() == {"w-000001": [(0, 0), (0, 2)]}
@@ -264,7 +264,7 @@ async def test_a_lost_claim_is_left_out_and_the_rest_is_written_again(join: Join
 
 async def test_a_trajectory_that_is_lost_altogether_is_registered_by_nobody(join: Join, clock: Clock) -> None:
     office = await Office.open(join, clock, 1)
-    await office.rollout.ledger.hand_over(office.held[0], claims.reassigned(office.held[0].claim, "", "stop"), None)
+    await office.rollout.ledger.hand_over(office.held[0], claims.reassigned(office.held[0].claim, "", "stop"))
     async with running(office.finisher.run()):
         await office.finish()
     assert await office.registered() == {} and office.gone == [(0, 0)]

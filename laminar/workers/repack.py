@@ -1,0 +1,250 @@
+"""Which rollouts give their unfinished tails to which: a pure plan, and the model of what a move costs and gains.
+
+    version 7 (newest: 8)      A ▇▇▇▇▁▁▁▁▁▁   4 of at most 10      A ▇▇▇▇▇▇▇▇▇▁  9
+                               B ▇▇▇▁▁▁▁▁▁▁   3               ──▶  B            empty: takes version 8 at once
+                               C ▇▇▁▁▁▁▁▁▁▁   2                    C            empty: takes version 8 at once
+
+Best-fit consolidation: candidates from the emptiest on, each wholly into the fullest one that still takes it. What the
+plan keeps: no trajectory moves twice; a destination is never also a source; with its present tokens and those to be
+expected nobody exceeds its KV cache, and nobody its batch limit; each move shortens the time for which rollouts are
+held by old versions by more than it costs; equal loads give equal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from laminar.buffer.keys import parse_trajectory
+from laminar.buffer.records import Load
+
+MAX_KV_SHARE = 0.99
+"""Of a KV cache that a plan fills, growth included (the paper's C_max)."""
+KNEE = 1.5
+"""A decode step of `batch_limit` trajectories takes this many times as long as one of one trajectory."""
+HAND_OVER_S = 0.3
+"""What a move costs beside the prefill: a flush, a transaction each, and the copy at the new owner."""
+TYPICAL_STEP_S, TYPICAL_PREFILL = 0.03, 4000.0
+"""Seconds of a decode step, prefilled tokens a second: where an engine has not measured its own yet."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A trajectory that is being generated: its tokens now, and how many more are to be expected."""
+
+    trajectory: str
+    tokens: int
+    growth: int
+
+    @cached_property
+    def group(self) -> int:
+        return parse_trajectory(self.trajectory)[0]
+
+
+@dataclass(frozen=True)
+class Draining:
+    """A rollout of an old version. `kv_tokens` may exceed the sum of its `tail`; `settled`: nothing keeps it but its
+    tail (no environment that acts, no evaluation), so that it is free once that is gone."""
+
+    id: str
+    version: int
+    kv_tokens: int
+    kv_capacity: int
+    batch_limit: int
+    tail: tuple[Unfinished, ...]
+    waiting: int = 0
+    settled: bool = True
+    step_s: float = TYPICAL_STEP_S
+    prefill_tokens_per_s: float = TYPICAL_PREFILL
+
+    @classmethod
+    def of(cls, worker: str, load: Load) -> Draining:
+        tail = tuple(Unfinished(name, tokens, growth) for name, (tokens, growth) in sorted(load.tail.items()))
+        return cls(
+            id=worker,
+            version=load.version,
+            kv_tokens=load.kv_tokens,
+            kv_capacity=load.kv_capacity,
+            batch_limit=load.batch_limit,
+            tail=tail,
+            waiting=load.waiting,
+            settled=len(tail) >= load.running and not load.evaluating,
+            step_s=load.step_s or TYPICAL_STEP_S,
+            prefill_tokens_per_s=load.prefill_tokens_per_s or TYPICAL_PREFILL,
+        )
+
+    @cached_property
+    def used(self) -> int:
+        return max(self.kv_tokens, sum(t.tokens for t in self.tail))
+
+    @cached_property
+    def expected(self) -> int:
+        """Tokens in its KV cache if all that it has grew to its end before anything of it ended."""
+        return self.used + sum(t.growth for t in self.tail)
+
+    def fits(self) -> bool:
+        return self.expected <= MAX_KV_SHARE * self.kv_capacity and len(self.tail) <= self.batch_limit
+
+    def is_candidate(self) -> bool:
+        """Nothing waits in it, and it is below both limits: the tail of a drain, not its bulk."""
+        below = self.used < MAX_KV_SHARE * self.kv_capacity and len(self.tail) < self.batch_limit
+        return bool(self.tail) and not self.waiting and below
+
+    def taking(self, tail: Sequence[Unfinished]) -> Draining:
+        return replace(self, tail=(*self.tail, *tail), kv_tokens=self.used + sum(t.tokens for t in tail))
+
+
+@dataclass(frozen=True)
+class Handing:
+    """One trajectory of the plan."""
+
+    trajectory: str
+    source: str
+    target: str
+
+
+# -- the cost model ---------------------------------------------------------------------------------------------
+
+
+def step_s(rollout: Draining, batch: int) -> float:
+    """Seconds of a decode step: memory-bound, so nearly flat, up to the knee."""
+    return rollout.step_s * (1 + (KNEE - 1) * max(0, batch - 1) / max(1, rollout.batch_limit - 1))
+
+
+def held_s(rollout: Draining) -> float:
+    """Expected seconds until its last trajectory ends: for so long the old version holds it."""
+    return max((t.growth for t in rollout.tail), default=0) * step_s(rollout, len(rollout.tail))
+
+
+def refill_s(rollout: Draining, tail: Sequence[Unfinished]) -> float:
+    """Seconds for which its engine prefills what comes to it, in which nothing else of it is decoded."""
+    return sum(t.tokens for t in tail) / rollout.prefill_tokens_per_s
+
+
+def gain_s(source: Draining, parts: Sequence[tuple[Draining, Sequence[Unfinished]]]) -> float:
+    """By how many seconds the rollouts are held for less, in sum, if `source` gives each destination its part."""
+    gain = held_s(source) - HAND_OVER_S
+    for target, tail in parts:
+        gain += held_s(target) - held_s(target.taking(tail)) - refill_s(target, tail)
+    return gain
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------
+
+Parts = list[tuple[int, tuple[Unfinished, ...]]]
+"""Places of destinations, and what of a source's tail goes to each."""
+
+
+def plan(rollouts: Iterable[Draining]) -> list[Handing]:
+    """Rollouts of several versions are packed version by version."""
+    by_version: dict[int, list[Draining]] = {}
+    for rollout in rollouts:
+        if rollout.is_candidate():
+            by_version.setdefault(rollout.version, []).append(rollout)
+    return [handing for _, group in sorted(by_version.items()) for handing in _consolidate(group)]
+
+
+def _consolidate(candidates: Sequence[Draining]) -> list[Handing]:
+    """The candidates of one version, from the emptiest on."""
+    order = sorted(candidates, key=lambda r: (r.used, r.id))
+    space = _Space(order)
+    targets: set[int] = set()
+    result: list[Handing] = []
+    for place, source in enumerate(order):
+        if place in targets or not source.settled:
+            continue
+        free = space.without(place)
+        parts = _whole(source, free) or _by_groups(source, free)
+        if not parts or gain_s(source, [(space.rollouts[target], tail) for target, tail in parts]) <= 0:
+            continue
+        space.remove(place)
+        for target, tail in parts:
+            space.put(target, tail)
+            targets.add(target)
+            result += [Handing(t.trajectory, source.id, order[target].id) for t in tail]
+    return result
+
+
+class _Space:
+    """What each destination still takes, in arrays: a plan for 1,000 rollouts looks at a million pairs."""
+
+    def __init__(self, rollouts: Sequence[Draining]) -> None:
+        self.rollouts = list(rollouts)
+        self.used = np.array([r.used for r in rollouts], dtype=np.int64)
+        self.tokens = np.array([int(MAX_KV_SHARE * r.kv_capacity) - r.expected for r in rollouts], dtype=np.int64)
+        self.slots = np.array([r.batch_limit - len(r.tail) for r in rollouts], dtype=np.int64)
+
+    def without(self, place: int) -> _Space:
+        """A copy in which nothing goes to `place`."""
+        copy = object.__new__(_Space)
+        copy.rollouts = list(self.rollouts)
+        copy.used, copy.tokens, copy.slots = self.used.copy(), self.tokens.copy(), self.slots.copy()
+        copy.remove(place)
+        return copy
+
+    def remove(self, place: int) -> None:
+        self.slots[place] = -1
+
+    def put(self, place: int, tail: Sequence[Unfinished]) -> None:
+        self.rollouts[place] = self.rollouts[place].taking(tail)
+        self.used[place] += sum(t.tokens for t in tail)
+        self.tokens[place] -= sum(t.tokens + t.growth for t in tail)
+        self.slots[place] -= len(tail)
+
+    def fullest(self, tail: Sequence[Unfinished]) -> int | None:
+        """The fullest place that takes all of `tail`; among equals one with samples of its groups, then the first."""
+        fitting = (self.slots >= len(tail)) & (self.tokens >= sum(t.tokens + t.growth for t in tail))
+        if not fitting.any():
+            return None
+        filled = np.where(fitting, self.used, -1)
+        equals = np.flatnonzero(filled == filled.max())
+        if len(equals) == 1:
+            return int(equals[0])
+        groups = {t.group for t in tail}
+        return int(max(equals, key=lambda i: (sum(t.group in groups for t in self.rollouts[i].tail), -i)))
+
+
+def _whole(source: Draining, free: _Space) -> Parts:
+    target = free.fullest(source.tail)
+    return [] if target is None else [(target, source.tail)]
+
+
+def _by_groups(source: Draining, free: _Space) -> Parts:
+    """Spread over several destinations, the largest group first; nothing if a group stays over: a source that is not
+    emptied gains nothing. Samples of a group stay together, for they share their prompt's KV cache."""
+    groups: dict[int, tuple[Unfinished, ...]] = {}
+    for t in source.tail:
+        groups[t.group] = (*groups.get(t.group, ()), t)
+    parts: dict[int, tuple[Unfinished, ...]] = {}
+    if len(groups) == 1:
+        return []
+    for _, tail in sorted(groups.items(), key=lambda item: (-sum(t.tokens for t in item[1]), item[0])):
+        target = free.fullest(tail)
+        if target is None:
+            return []
+        free.put(target, tail)
+        parts[target] = (*parts.get(target, ()), *tail)
+    return sorted(parts.items())
+
+
+# -- a rollout that rests ---------------------------------------------------------------------------------------
+
+
+def evacuate(source: Draining, others: Sequence[Draining]) -> list[Handing]:
+    """All that `source` has goes to the others of its version, evenly by number, as far as their KV caches take it:
+    they queue what is beyond their batch."""
+    now = {r.id: r for r in others if r.id != source.id and r.version == source.version}
+    owned = {r.id: len(r.tail) for r in now.values()}
+    result: list[Handing] = []
+    for t in source.tail:
+        fitting = [r for r in now.values() if r.taking([t]).expected <= MAX_KV_SHARE * r.kv_capacity]
+        if not fitting:
+            continue
+        target = min(fitting, key=lambda r: (owned[r.id], r.id))
+        owned[target.id] += 1
+        now[target.id] = target.taking([t])
+        result.append(Handing(t.trajectory, source.id, target.id))
+    return result

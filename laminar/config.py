@@ -175,8 +175,12 @@ class RolloutConfig(Section):
     """One fsync a flush. Off: a power cut may lose what a crash of the process does not."""
     threads: int = Field(1, ge=1)
     """CPU threads of an engine on a CPU."""
-    update: Literal["drain"] = "drain"
-    """A rollout finishes what it has begun under one version before it takes the next."""
+    update: Literal["drain", "interrupt"] = "drain"
+    """`drain`: a rollout finishes what it has begun under one version before it takes the next. `interrupt`: it swaps
+    the weights under what it has begun, whose rows then span versions; for comparison."""
+    repack_interval: float = Field(5.0, ge=0, le=3600)
+    """Seconds between two looks at whether draining rollouts can give their tails to each other, so that most of them
+    take the newest version at once; each publish is followed by one too. 0: off."""
     on_version_lost: Literal["continue", "restart"] = "continue"
     """When nothing can bring a version back: go on under the newest (spans say so), or start the trajectory again."""
     partials: bool = True

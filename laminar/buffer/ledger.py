@@ -112,6 +112,10 @@ class Ledger:
             result += [h for h in held if h.claim.owner == self.name]
         return result
 
+    async def still_mine(self, held: Held) -> Held | None:
+        """The claim as it stands, if it is still this worker's and of the same term."""
+        return next((h for h in await self._held([held.id]) if h.claim.term == held.claim.term), None)
+
     async def update(self, held: Held, claim: Claim, *also: Operation) -> Held | None:
         """Write the claim's next state if it is still as `held` saw it; None if somebody else changed it."""
         transaction = claims.update_transaction(self.actor.guard(), held, claim, *also)

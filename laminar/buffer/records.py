@@ -101,7 +101,10 @@ class Load(Record):
     """Seconds of a decode step with one trajectory, as measured; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
     """As measured; 0: unknown."""
+    acting: int = 0
+    """Trajectories that wait for their environment."""
     evaluating: bool = False
+    resting: bool = False
     switching: bool = False
     """About to load another version: what came to its inbox from now on would find the old one gone."""
     tail: dict[str, tuple[int, int]] = {}

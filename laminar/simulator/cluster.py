@@ -94,6 +94,10 @@ class Slot:
         return f"{self.kind}-{self.index}.{self.life}"
 
 
+def model_len(plan: Plan) -> int:
+    return 200 if plan.long_tails else 96
+
+
 def run_config(plan: Plan) -> Config:
     return config_from(
         {
@@ -102,20 +106,24 @@ def run_config(plan: Plan) -> Config:
             "prompts": {"source": "reverse", "size": PROMPT_ROWS},
             "reward": {"name": "exact"},
             "environment": {"max_turns": plan.max_turns},
-            "sampling": {"samples_per_prompt": 2, "max_tokens": 48},
+            "sampling": {"samples_per_prompt": 2, "max_tokens": 150 if plan.long_tails else 48},
             "rollout": {
                 "workers": plan.rollouts,
                 "engine": "transformers",
                 "max_running": 8,
-                "max_model_len": 96,
+                "max_model_len": model_len(plan),
                 "flush_interval": 0.5,
                 "fsync": plan.fsync,
                 "on_version_lost": plan.on_version_lost,
+                "update": plan.update,
+                "repack_interval": plan.repack_interval,
             },
             "trainer": {
                 "groups_per_step": 2,
                 "checkpoint_every": 2,
                 "max_error_share": 1.0,
+                # So much ahead that a rollout has a tail of several when a version comes.
+                **({"max_ahead_groups": 12} if plan.long_tails else {}),
                 **({} if plan.max_staleness is None else {"max_staleness": plan.max_staleness}),
             },
             "evaluation": {"size": HELD_OUT_ROWS, "every": 2, "samples": 1},
@@ -262,10 +270,11 @@ class Cluster:
             await committer_main(run, member, table)
 
     async def _rollout(self, slot: Slot, process: SimProcess, run: Run, chance: random.Random) -> None:
-        capacity = EngineCapacity(max_running=8, max_model_len=96, kv_tokens=8 * 96)
+        longest = model_len(self.plan)
+        capacity = EngineCapacity(max_running=8, max_model_len=longest, kv_tokens=8 * longest)
         engine = SimEngine(
             process, self.switchboard, chance, capacity=capacity,
-            step_s=(0.02, 0.2), mean_tokens=chance.choice((4.0, 12.0, 30.0)),
+            step_s=(0.02, 0.2), mean_tokens=chance.choice((4.0, 12.0, 30.0)), long=0.2 if self.plan.long_tails else 0.0,
         )  # fmt: skip
         host = SimHost(chance)
         slot.engine, slot.host = engine, host

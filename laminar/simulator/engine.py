@@ -31,7 +31,8 @@ def logprob_of(digest: str) -> float:
 
 
 class SimEngine:
-    """`step_s`: range of a decode step's duration; `mean_tokens`: of a turn. Set `failing` to break it."""
+    """`step_s`: range of a decode step's duration; `mean_tokens`: of a turn; `long`: the share of turns that take half
+    of what they may, or more. Set `failing` to break it."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class SimEngine:
         capacity: EngineCapacity,
         step_s: tuple[float, float],
         mean_tokens: float,
+        long: float = 0.0,
     ) -> None:
         self.process = process
         self.switchboard = switchboard
@@ -49,6 +51,7 @@ class SimEngine:
         self.capacity = capacity
         self.step_s = step_s
         self.mean_tokens = mean_tokens
+        self.long = long
         self.failing = False
         self._version = -1
         self._digest = ""
@@ -88,6 +91,8 @@ class SimEngine:
     ) -> AsyncIterator[Chunk]:
         place = len(token_ids)
         length = min(max_tokens, 1 + int(self.source.expovariate(1 / self.mean_tokens)))
+        if self.source.random() < self.long:
+            length = max(length, int(max_tokens * self.source.uniform(0.5, 1.0)))
         stops = self.source.random() < 0.9
         self._running[request_id] = place
         try:
@@ -115,7 +120,10 @@ class SimEngine:
             self._aborted.add(request_id)
 
     def load_report(self) -> EngineLoad:
-        return EngineLoad(running=len(self._running), waiting=0, kv_tokens=sum(self._running.values()))
+        return EngineLoad(
+            running=len(self._running), waiting=0, kv_tokens=sum(self._running.values()),
+            batch_limit=self.capacity.max_running, step_s=sum(self.step_s) / 5, prefill_tokens_per_s=1000.0,
+        )  # fmt: skip
 
     async def check(self) -> None:
         if self.failing:

@@ -71,7 +71,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """`rollouts`, `trainers`, `relays`: processes of each kind, kept running by a supervisor."""
+    """`rollouts`, `trainers`, `relays`: processes of each kind, kept running by a supervisor. `long_tails`: some
+    trajectories are many times as long as most."""
 
     seed: int
     rollouts: int
@@ -82,6 +83,9 @@ class Plan:
     on_version_lost: str
     fsync: bool
     faults: tuple[Fault, ...]
+    update: str = "drain"
+    repack_interval: float = 0.0
+    long_tails: bool = False
 
 
 def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[Kind] = frozenset()) -> Plan:
@@ -102,9 +106,11 @@ def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[
                 after=source.random() < 0.5,
             )
         )
+    shape = random.Random(f"shape/{seed}")
+    long_tails = shape.random() < 0.5
     return Plan(
         seed=seed,
-        rollouts=source.choice((1, 2, 2, 3)),
+        rollouts=shape.choice((3, 3, 4)) if long_tails else source.choice((1, 2, 2, 3)),
         trainers=source.choice((1, 1, 2)),
         relays=source.choice((1, 1, 2)),
         max_turns=source.choice((1, 1, 2)),
@@ -112,4 +118,7 @@ def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[
         on_version_lost=source.choice(("continue", "restart")),
         fsync=source.random() < 0.5,
         faults=tuple(sorted(faults, key=lambda f: f.at)),
+        update="interrupt" if shape.random() < 0.15 else "drain",
+        repack_interval=shape.choice((0.0, 0.7, 2.0, 5.0)) if not long_tails else shape.choice((0.5, 1.0)),
+        long_tails=long_tails,
     )

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from laminar.buffer.audit import check, gather
+from laminar.buffer.claims import validate
 from laminar.buffer.coordination import Change
 from laminar.buffer.memory_server import Subscription
-from laminar.buffer.records import WeightsHead
+from laminar.buffer.records import Claim, WeightsHead
+from laminar.errors import CoordinationError
 from laminar.simulator.cluster import Cluster
 from laminar.simulator.engine import STOP_TOKEN, logprob_of, token_at
 
@@ -23,6 +25,9 @@ class Oracle:
         self.problems: list[str] = []
         self._published: WeightsHead | None = None
         self._decided: dict[str, str] = {}
+        self._claims: dict[str, Claim] = {}
+        self.moved = 0
+        """Trajectories that a living owner handed to another."""
 
     async def watch(self) -> None:
         """Follow every change of etcd, from before the first worker starts."""
@@ -36,6 +41,8 @@ class Oracle:
 
     def _see(self, change: Change) -> None:
         keys = self.cluster.keys
+        if change.key.startswith(keys.claims):
+            self._see_claim(change)
         if change.kv is None:
             return
         if change.key == keys.weights:
@@ -44,6 +51,17 @@ class Oracle:
             before = self._decided.setdefault(change.key, change.kv.value)
             if before != change.kv.value:
                 self.problems.append(f"invariant 4: {change.key} was decided twice: {before}, then {change.kv.value}")
+
+    def _see_claim(self, change: Change) -> None:
+        before, after = self._claims.pop(change.key, None), Claim.parse(change.kv.value) if change.kv else None
+        if after is not None:
+            self._claims[change.key] = after
+        try:
+            validate(before, after)
+        except CoordinationError as e:
+            self.problems.append(f"{change.key}: {e}")
+        if before and after and after.owner not in ("", before.owner) and before.deaths == after.deaths:
+            self.moved += before.owner != ""
 
     def _see_weights(self, head: WeightsHead) -> None:
         before, self._published = self._published, head
@@ -59,7 +77,7 @@ class Oracle:
         c = self.cluster
         picture = await gather(
             c.outside, c.keys, c.disk, c.tables, samples_per_prompt=c.config.sampling.samples_per_prompt,
-            on_version_lost=c.config.rollout.on_version_lost,
+            on_version_lost=c.config.rollout.on_version_lost, update=c.config.rollout.update,
         )  # fmt: skip
         report = check(picture)
         problems = [*self.problems, *report.problems, *c.broken, *(f"untaken: {f}" for f in c.loop.faults)]

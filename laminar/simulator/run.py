@@ -27,13 +27,15 @@ END_WITHIN_S = 400.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """`problems`: empty if all invariants held; `virtual_s`: how long the run took on its own clocks."""
+    """`problems`: empty if all invariants held; `virtual_s`: how long the run took on its own clocks; `moved`:
+    trajectories that were handed over by repack."""
 
     seed: int
     problems: list[str]
     injected: dict[str, int]
     virtual_s: float
     story: list[str] = field(repr=False)
+    moved: int = 0
 
 
 def simulate(seed: int, *, without: frozenset[Kind] = frozenset()) -> Outcome:
@@ -71,7 +73,7 @@ async def _run(plan: Plan, loop: SimulationLoop) -> Outcome:
         task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     injected = {kind.value: n for kind, n in weather.injected.items()}
-    return Outcome(plan.seed, problems, injected, loop.now, cluster.story)
+    return Outcome(plan.seed, problems, injected, loop.now, cluster.story, oracle.moved)
 
 
 async def _until_done(cluster: Cluster, weather: Weather, blowing: asyncio.Task[None]) -> bool:

@@ -61,6 +61,7 @@ async def _audit_at(storage: Storage, access: EtcdAccess, name: str) -> AuditRep
             coordination, keys, run.storage, tables,
             samples_per_prompt=run.config.sampling.samples_per_prompt,
             on_version_lost=run.config.rollout.on_version_lost,
+            update=run.config.rollout.update,
         )  # fmt: skip
         return check(picture)
     finally:

@@ -8,7 +8,7 @@
 | batch files that were never decided     | their writer is gone                                              |
 | decisions, offers, closings in etcd,    | a block of `archive.BLOCK` steps is archived that no checkpoint,  |
 | copies of decisions                     | claim or evaluation needs                                         |
-| inboxes                                 | their worker is gone                                              |
+| inboxes, moves, rests                   | their worker is gone                                              |
 | temporary files                         | they are an hour old                                              |
 
 What the committer commits it deletes itself; it compacts the tables and drops their old versions (`commits.py`).
@@ -67,7 +67,8 @@ class Cleaner:
         deleted += await self._segments(segments, living)
         deleted += await self._batches(batches, living, oldest)
         deleted += await self._fold(oldest)
-        deleted += await self._inboxes(living)
+        for root in (self.keys.inbox_root, self.keys.moves_root, self.keys.rests_root):
+            deleted += await self._of_the_dead(root, living)
         deleted += await self._temporary()
         if deleted:
             log.info("removed %d files and keys that nothing refers to", deleted)
@@ -110,8 +111,7 @@ class Cleaner:
             await self.storage.delete(file.path)
         return len(old)
 
-    async def _inboxes(self, living: set[str]) -> int:
-        root = self.keys.inbox_root
+    async def _of_the_dead(self, root: str, living: set[str]) -> int:
         items = (await self.coordination.range(root)).items
         return await self._delete_keys([kv.key for kv in items if kv.key[len(root) :].split("/")[0] not in living])
 

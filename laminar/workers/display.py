@@ -37,6 +37,10 @@ class WorkerView:
     tokens_per_s: float | None = None
     draining: bool = False
     activity: str = ""
+    moved_out: int = 0
+    """Unfinished trajectories that a plan moved to others, or that came from others; tokens prefilled again."""
+    moved_in: int = 0
+    refilled_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Each arrow is durable before the next begins: nobody generates past an end, or r
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,10 @@ class Lost(Exception):
     """The claim went to somebody else: drop the trajectory without a trace."""
 
 
+class Halted(Exception):
+    """It stopped between two tokens, as `halting` asked for: all of it is in the trajectory, and can go on anywhere."""
+
+
 class Generation:
     """Runs trajectories; holds no state of its own between them."""
 
@@ -72,9 +77,19 @@ class Generation:
         self.flusher = flusher
         self.clock = clock
         self.stop_token_ids = list(stop_token_ids)
+        self._requests = itertools.count()
+
+    async def halt(self, t: Trajectory) -> None:
+        """Ask a trajectory to stop where it can go on elsewhere; its task ends with Halted, unless it comes to the end
+        of its turn first."""
+        t.halting = True
+        if t.request:
+            t.aborted = True
+            await self.engine.abort(t.request)
 
     async def run(self, t: Trajectory, where: Where) -> Finished:
-        """Generate to the end. Raises Lost when the claim is gone, EngineError when the engine is."""
+        """Generate to the end. Raises Lost when the claim is gone, Halted when it was asked to stop before its end,
+        EngineError when the engine is gone."""
         failure: EnvironmentFailure | None = None
         while True:
             try:
@@ -121,22 +136,25 @@ class Generation:
         t.begin(prompt_ids, turn.messages, turn.state, self.clock.now_us())
         return None
 
-    def _budget(self, t: Trajectory) -> int:
+    def budget(self, t: Trajectory) -> int:
+        """Policy tokens that it may still grow by."""
         room = self.config.rollout.max_model_len - len(t.prompt_ids) - len(t.token_ids)
         return min(room, self.config.sampling.max_tokens - t.policy_tokens)
 
     async def _generate(self, t: Trajectory) -> None:
         """Generate until the turn has an end. A request that is lost in the engine is issued again."""
-        number = lost = 0
+        lost = 0
         while t.turn_state == "generating":
             if (end := self._known_end(t)) is not None:
                 t.generation_ended(end, self.clock.now_us())
                 return
+            if t.halting:
+                raise Halted(t.name)
             before = len(t.token_ids)
             try:
-                await self._request(t, number)
+                await self._request(t)
             except TimeoutError as e:
-                number, lost = number + 1, 1 if len(t.token_ids) > before else lost + 1
+                lost = 1 if len(t.token_ids) > before else lost + 1
                 silence = f"trajectory {t.name}: no token for {SILENT_S:.0f} s, {len(t.token_ids)} are there"
                 if lost >= MAX_LOST:
                     raise EngineError(f"{silence}; {lost} requests in a row were lost (limit {MAX_LOST})") from e
@@ -146,16 +164,19 @@ class Generation:
         """The end of the turn as its tokens tell it, whatever the engine has said of it."""
         if t.policy_mask[-1:] == [True] and t.token_ids[-1] in self.stop_token_ids:
             return "stop"
-        return "length" if self._budget(t) <= 0 else None
+        return "length" if self.budget(t) <= 0 else None
 
-    async def _request(self, t: Trajectory, number: int) -> None:
+    async def _request(self, t: Trajectory) -> None:
         """One request for what is left of the turn. Raises TimeoutError when nothing more comes of it."""
         reason: str | None = None
+        t.aborted = False
+        # A number of its own each: an engine may still know one that was aborted, or lost.
+        t.request = f"{t.name}-{t.held.claim.term}-{t.turn}-{next(self._requests)}"
         async with Silence(SILENT_S, lambda: self.engine.load_report().waiting > 0) as silence:
             async for chunk in self.engine.generate(
-                f"{t.name}-{t.held.claim.term}-{t.turn}" + (f"-{number}" if number else ""),
+                t.request,
                 [*t.prompt_ids, *t.token_ids],
-                max_tokens=self._budget(t),
+                max_tokens=self.budget(t),
                 temperature=self.config.sampling.temperature,
                 stop_token_ids=self.stop_token_ids,
             ):
@@ -166,8 +187,9 @@ class Generation:
                     # In the same breath as the last tokens: a flush that found them alone would have a new owner go
                     # on after the end.
                     t.generation_ended(reason, self.clock.now_us())
-        if reason not in ("stop", "length"):
-            # Nobody here aborts a request whose task goes on: the claim is still ours, so it must not be forgotten.
+        t.request = ""
+        if reason not in ("stop", "length") and not t.aborted:
+            # Nobody here aborted it: the claim is still ours, so it must not be forgotten.
             raise EngineError(f"trajectory {t.name}: the engine ended its request with {reason!r}")
 
     async def _act(self, t: Trajectory, where: Where) -> None:
@@ -188,7 +210,7 @@ class Generation:
         else:
             ids = self.conversation.turn_ids(turn.messages)
             t.environment_replied(ids, turn.messages, turn.state, reply, now())
-            if self._budget(t) <= 0:
+            if self.budget(t) <= 0:
                 t.ready_to_score("length", turn.state, "", now())
 
     async def _score(self, t: Trajectory, where: Where) -> Outcome:

@@ -14,6 +14,7 @@ from laminar.clock import Clock
 from laminar.config import Config
 from laminar.errors import StoreError
 from laminar.workers.learning.base import Sample
+from laminar.workers.length_bias import LengthBias
 from laminar.workers.step_metrics import SAMPLE_COLUMNS, sample_of
 
 log = logging.getLogger(__name__)
@@ -36,15 +37,21 @@ class Intake:
         self.open = OpenGroups(
             config.sampling.samples_per_prompt, baseline=config.trainer.advantage != "reinforce++"
         )
+        self.lengths = LengthBias()
         self._scanned = -1
         self._forgiven = 0
         self._recent: deque[tuple[str, str]] = deque(maxlen=ERROR_WINDOW)
 
     async def scan(self) -> None:
         """Take in what was committed since the last look."""
-        rows = await self.experience.scan_since(self._scanned, OUTCOME_COLUMNS)
+        # Not of all that was ever committed: a resumed run may have millions of rows.
+        lengths = ["policy_mask"] if self._scanned >= 0 else []
+        rows = await self.experience.scan_since(self._scanned, [*OUTCOME_COLUMNS, *lengths])
         if rows.num_rows == 0:
             return
+        if lengths:
+            self.lengths.finished(rows["policy_mask"])
+            rows = rows.drop_columns(lengths)
         outcomes = rows.to_pylist()
         self._scanned = max(o["commit_seq"] for o in outcomes)
         self.open.add(Outcome(o["group"], o["sample"], o["status"], o["reward"], o["commit_seq"]) for o in outcomes)

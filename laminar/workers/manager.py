@@ -7,6 +7,7 @@ cannot go on, says which versions are still needed, and removes what nothing ref
 | an election; each lease time   | sweep: no orphan can hide                                  |
 | a relay comes or goes          | plan the chain anew; name another master if it was that    |
 | a sweep found exhausted claims | finish them with an error row                              |
+| draining rollouts, slow ones   | have them hand over what they have (`repacking.py`)        |
 | each minute                    | clean up (`cleaning.py`)                                   |
 """
 
@@ -29,6 +30,7 @@ from laminar.workers.chain_planning import ChainPlanner
 from laminar.workers.cleaning import Cleaner
 from laminar.workers.context import Member, Run
 from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.repacking import Repacker
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
@@ -51,13 +53,17 @@ class Manager:
         self.bell = Bell()
         self.rollouts = Mirror(run.coordination, run.keys.workers("rollout"), bell=self.bell)
         self.loads = Mirror(run.coordination, run.keys.loads_root + "rollout/")
+        self.repacker = Repacker(run, member.id, self.ledger, self.rollouts, self.loads)
         self.handed_over = 0
         self.finished = 0
         self.segments = 0
 
     async def run(self) -> None:
         async with self.rollouts, self.loads:
-            await until_first(self._sweep_always(), self._clean_always(), self._retain_always(), self.planner.run())
+            await until_first(
+                self._sweep_always(), self._clean_always(), self._retain_always(), self.planner.run(),
+                self.repacker.run(),
+            )  # fmt: skip
 
     # -- orphans ------------------------------------------------------------------------------------------------
 
@@ -108,7 +114,7 @@ class Manager:
             worker = WorkerRecord.parse(kv.value).id
             version = loads[worker].version if worker in loads else -1
             result.append(Candidate(worker, kv.create_revision, version, owned.get(worker, 0)))
-        return result
+        return [c for c in result if c.id not in self.repacker.resting] or result
 
     async def _give_up(self, orphan: Held) -> None:
         """A claim that cannot go on is finished with an error status, never silently dropped."""
@@ -137,6 +143,8 @@ class Manager:
         key, last = self.run_info.keys.retain, ""
         while True:
             held = await all_claims(self.run_info.coordination, self.run_info.keys)
+            # Interrupted trajectories go on under whatever is newest: they need no version of their own.
+            held = held if self.run_info.config.rollout.update == "drain" else {}
             versions = claims.referenced_versions(h.claim for h in held.values())
             requests = await self.run_info.coordination.range(self.run_info.keys.evaluations)
             asked = {int(kv.key.rsplit("/", 1)[-1]) for kv in requests.items}

@@ -36,14 +36,16 @@ T = TypeVar("T")
 
 
 class Flusher:
-    """Owns the partial log. `live()` gives the trajectories whose rows it writes."""
+    """Owns the partial log. `live()` gives the trajectories whose rows it writes, `unread()` those that were handed to
+    others and may have to be read from it still."""
 
     def __init__(
         self, partials: PartialLog, live: Callable[[], Iterable[Trajectory]], clock: Clock, *, interval_s: float,
-        enabled: bool,
+        enabled: bool, unread: Callable[[], Iterable[Trajectory]] = tuple,
     ) -> None:  # fmt: skip
         self.partials = partials
         self.live = live
+        self.unread = unread
         self.clock = clock
         self.interval_s = interval_s
         self.enabled = enabled
@@ -85,9 +87,9 @@ class Flusher:
         self.flushes += 1
         if self.partials.due_for_rotation():
             now = self.clock.now_us()
-            carried = [row for t in list(self.live()) for row in t.all_rows(now)]
+            carried = [row for t in (*self.live(), *self.unread()) for row in t.all_rows(now)]
             await until_written(self.clock, "the partial log", lambda: self.partials.rotate(carried))
-            # Every claim whose source is this worker is live here: what was superseded has no other reader.
+            # Every claim whose source is this worker is live here, or carried: what was superseded has no other reader.
             await self.partials.discard_superseded()
 
 

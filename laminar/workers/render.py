@@ -228,6 +228,10 @@ def _live(live: LiveStatus) -> RenderableType:
         lines.append(f"weights     version {weights.version}, digest {weights.digest[:12]}, {size}")
     lines.append(f"claims      {_counts(live.claims)}")
     lines.append(f"uncommitted {_counts(live.incoming)}")
+    if any(w.moved_out or w.moved_in for w in live.workers):
+        figures = ("moved_out", "moved_in", "refilled_tokens")
+        out, came, again = (sum(getattr(w, name) for w in live.workers) for name in figures)
+        lines.append(f"moved       {out} handed over by repack, {came} taken over, {again:,} tokens prefilled again")
     lines.append("leaders     " + (", ".join(f"{role} {short(w)}" for role, w in live.leaders.items()) or "none"))
     return Text("\n".join(lines))
 

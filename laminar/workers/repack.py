@@ -46,8 +46,8 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Draining:
-    """A rollout of an old version. `kv_tokens` may exceed the sum of its `tail`; `settled`: nothing keeps it but its
-    tail (no environment that acts, no evaluation), so that it is free once that is gone."""
+    """A rollout that drains, or, as a target of `evacuate`, any other. `kv_tokens` may exceed the sum of its `tail`;
+    `settled`: nothing keeps it but its tail (no environment that acts, no evaluation), so that it is free without."""
 
     id: str
     version: int
@@ -55,6 +55,7 @@ class Draining:
     kv_capacity: int
     batch_limit: int
     tail: tuple[Unfinished, ...]
+    running: int = 0
     waiting: int = 0
     settled: bool = True
     step_s: float = TYPICAL_STEP_S
@@ -70,8 +71,9 @@ class Draining:
             kv_capacity=load.kv_capacity,
             batch_limit=load.batch_limit,
             tail=tail,
+            running=load.running,
             waiting=load.waiting,
-            settled=len(tail) >= load.running and not load.evaluating,
+            settled=not load.acting and not load.evaluating,
             step_s=load.step_s or TYPICAL_STEP_S,
             prefill_tokens_per_s=load.prefill_tokens_per_s or TYPICAL_PREFILL,
         )
@@ -237,7 +239,7 @@ def evacuate(source: Draining, others: Sequence[Draining]) -> list[Handing]:
     """All that `source` has goes to the others of its version, evenly by number, as far as their KV caches take it:
     they queue what is beyond their batch."""
     now = {r.id: r for r in others if r.id != source.id and r.version == source.version}
-    owned = {r.id: len(r.tail) for r in now.values()}
+    owned = {r.id: max(r.running, len(r.tail)) for r in now.values()}
     result: list[Handing] = []
     for t in source.tail:
         fitting = [r for r in now.values() if r.taking([t]).expected <= MAX_KV_SHARE * r.kv_capacity]

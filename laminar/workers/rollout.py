@@ -6,47 +6,44 @@
 | generate  | one trajectory each            | engine, environment, flush     | chunks, replies            |
 | flusher   | pending rows                   | flush interval                 | time, a wanted flush       |
 | finisher  | finished trajectories          | a finished trajectory          | generate                   |
-| reporter  | engine load                    | report interval                | time                       |
+| reporter  | engine load                    | a change, or time              | time                       |
+| mover     | moves                          | a plan                         | etcd watch                 |
 
-One version a trajectory: weights change only when the engine is empty. The engine outlives a lost lease: the
-worker then drops what it held and joins again under a new id.
+One version a trajectory: weights change only when the engine is empty, unless `update = "interrupt"`. The engine
+outlives a lost lease: the worker then drops what it held and joins again under a new id.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import PartialLog, PartialRows, assemble, read_partials
 from laminar.buffer.prompts import locate
-from laminar.buffer.records import Claim, EvaluationRequest, Load, TrainerHead, WeightsHead
-from laminar.errors import EngineError, WeightsError
+from laminar.buffer.records import EvaluationRequest, TrainerHead, WeightsHead
 from laminar.workers.context import Member, Run
-from laminar.workers.engines.base import WeightSource
 from laminar.workers.environments.base import Prompt
 from laminar.workers.equipment import Equipment
 from laminar.workers.evaluation import Evaluator
-from laminar.workers.generation import Generation, Lost, Where
+from laminar.workers.generation import Generation, Halted, Lost, Where
+from laminar.workers.halting import Halting
+from laminar.workers.loading import Loader
 from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.moving import Mover
 from laminar.workers.outbox import Done, Finisher, Flusher
 from laminar.workers.pools import prompt_of
+from laminar.workers.reporting import Reporter
 from laminar.workers.steering import Action, Do, View, steer
 from laminar.workers.tasks import until_first
 from laminar.workers.trajectory import Trajectory
-from laminar.workers.weights import find_weights
 
 log = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 1.0
-RATE_REPORTS = 11
-"""The decode rate is a mean over the last ten seconds: single seconds swing between a drain and a burst."""
 STEER_INTERVAL_S = 1.0
 """How often a rollout looks again without having been told of a change."""
-MAX_LOAD_FAILURES = 5
 
 
 class Rollout:
@@ -64,43 +61,51 @@ class Rollout:
         self.live: dict[tuple[int, int], Trajectory] = {}
         self.tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.digest = digest
-        self.finished = 0
+        self.capacity = min(self.config.rollout.max_running, equipment.capacity.max_running)
         self.tokens = 0
         self.stopping = False
-        self.load_failures = 0
+        self.switching = False
+        """Another version is about to be loaded: nobody hands over anything of the present one any more."""
         self.bell = Bell()
         self._cursor_seen = 0
         self._failure: BaseException | None = None
         partials = PartialLog(run.storage, member.id, sync=self.config.rollout.fsync)
+        self.mover = Mover(self)
         self.flusher = Flusher(
             partials,
             lambda: self.live.values(),
             run.clock,
             interval_s=self.config.flush_interval,
             enabled=self.config.rollout.partials,
+            unread=lambda: self.mover.unread,
         )
         self.finisher = Finisher(run.storage, self.ledger, run.clock, self._ended)
         self.generation = Generation(
             self.config, self.engine, equipment.host, equipment.conversation, self.ledger, self.flusher, run.clock,
             equipment.stop_token_ids,
         )  # fmt: skip
+        self.halting = Halting(self.generation, run.clock, self._start)
         self.evaluator = Evaluator(run, member, equipment, self.bell)
+        self.reporter = Reporter(self)
+        self.loader = Loader(self)
         keys = run.keys
         self.weights = Mirror(run.coordination, keys.weights, exact=True, bell=self.bell)
         self.trainer = Mirror(run.coordination, keys.trainer, exact=True, bell=self.bell)
         self.inbox = Mirror(run.coordination, keys.inbox(member.id), bell=self.bell)
         self.evaluations = Mirror(run.coordination, keys.evaluations, bell=self.bell)
+        self.rest = Mirror(run.coordination, keys.rest(member.id), exact=True, bell=self.bell)
         self.relays = Mirror(run.coordination, keys.workers("relay"))
 
     async def serve(self) -> None:
         """Until the run is done. Raises LeaseLost or Fenced when this life is over, EngineError when the engine is."""
-        async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays:
+        async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays, self.rest:
             try:
                 await until_first(
                     self._steer(),
                     self.flusher.run(),
                     self.finisher.run(),
-                    self._report(),
+                    self.reporter.run(),
+                    self.mover.run(),
                     self.member.until_lost(),
                     self._watch_engine(),
                 )
@@ -111,7 +116,7 @@ class Rollout:
                 # The engine outlives this life: what still generated would meet the next one's weights.
                 await self.evaluator.stop()
                 for trajectory in self.live.values():
-                    await self.engine.abort(f"{trajectory.name}-{trajectory.held.claim.term}-{trajectory.turn}")
+                    await self.engine.abort(trajectory.request)
 
     # -- what is seen -------------------------------------------------------------------------------------------
 
@@ -123,7 +128,14 @@ class Rollout:
         kv = self.weights.only
         return WeightsHead.parse(kv.value) if kv else None
 
-    async def _waiting(self) -> list[Held]:
+    @property
+    def resting(self) -> bool:
+        return self.rest.only is not None
+
+    def draining(self) -> bool:
+        return self._view([]).draining
+
+    async def waiting(self) -> list[Held]:
         """The claims in this worker's inbox, in the order of drawing."""
         result: list[Held] = []
         for key in sorted(self.inbox.items):
@@ -138,7 +150,7 @@ class Rollout:
 
     def _view(self, waiting: list[Held]) -> View:
         published = self.published()
-        room = min(self.config.rollout.max_running, self.equipment.capacity.max_running) - len(self.live)
+        room = self.capacity - len(self.live)
         return View(
             newest=published.version if published else -1,
             loaded=self.engine.version,
@@ -149,6 +161,8 @@ class Rollout:
             evaluating=self.evaluator.running,
             admitted=self._admitted(room) if room > 0 else 0,
             stopping=self.stopping,
+            resting=self.resting,
+            interrupt=self.config.rollout.update == "interrupt",
         )
 
     def _admitted(self, room: int) -> int:
@@ -182,7 +196,7 @@ class Rollout:
             await self.evaluator.claim_requests(
                 [EvaluationRequest.parse(kv.value) for _, kv in sorted(self.evaluations.items.items())]
             )
-            waiting = await self._waiting() if self.inbox.items else []
+            waiting = await self.waiting() if self.inbox.items else []
             view = self._view(waiting)
             action = steer(view)
             progressed = await self._do(action, waiting, view)
@@ -191,9 +205,11 @@ class Rollout:
 
     async def _do(self, action: Action, waiting: list[Held], view: View) -> bool:
         if action.do is Do.LOAD:
-            return await self._load(action.version)
+            return await self.loader.load(action.version)
+        if action.do is Do.SWAP:
+            return await self.loader.swap(action.version)
         if action.do is Do.ADOPT:
-            await self._adopt([h for h in waiting if h.claim.version == action.version][: view.room])
+            await self._adopt([h for h in waiting if view.interrupt or h.claim.version == action.version][: view.room])
             return True
         if action.do is Do.EVALUATE:
             self.evaluator.start(action.version, self.digest)
@@ -236,7 +252,11 @@ class Rollout:
         try:
             finished = await self.generation.run(trajectory, self._where(trajectory.id[0]))
         except Lost:
-            self._forget(trajectory.id)
+            self.gave(trajectory)
+            return
+        except Halted:
+            self.tasks.pop(trajectory.id, None)
+            self.halting.parked(trajectory)
             return
         self.tokens += trajectory.policy_tokens
         self.finisher.put(Done(trajectory.held, finished))
@@ -254,7 +274,7 @@ class Rollout:
         return Where(epoch, index, prompt)
 
     def _ended(self, done: Done) -> None:
-        self.finished += 1
+        self.reporter.ended(sum(done.finished.partial.policy_mask))
         self.live.pop(done.held.id, None)
         self.tasks.pop(done.held.id, None)
         self.bell.ring()
@@ -263,6 +283,12 @@ class Rollout:
         self.live.pop(id, None)
         self.tasks.pop(id, None)
         self.bell.ring()
+
+    def gave(self, trajectory: Trajectory) -> None:
+        """It is another worker's now, who may have to read it from this one's log yet."""
+        self.halting.forget(trajectory)
+        self.mover.handed(trajectory)
+        self._forget(trajectory.id)
 
     # -- adoption -----------------------------------------------------------------------------------------------
 
@@ -287,6 +313,7 @@ class Rollout:
                 self._forget(trajectory.id)
                 continue
             trajectory.held = taken
+            self.mover.arrived(trajectory)
             log.info(
                 "adopted trajectory %s from %s with %d tokens under version %d (term %d)",
                 trajectory.name, source, len(trajectory.token_ids), self.engine.version, taken.claim.term,
@@ -304,85 +331,7 @@ class Rollout:
         trajectory.pending = trajectory.all_rows(self.clock.now_us())
         return trajectory
 
-    # -- weights ------------------------------------------------------------------------------------------------
-
-    async def _load(self, version: int) -> bool:
-        source = await self._source(version)
-        if source is None:
-            return await self._version_lost(version)
-        try:
-            await self.engine.load(source)
-        except WeightsError as e:
-            self.load_failures += 1
-            if self.load_failures >= MAX_LOAD_FAILURES:
-                raise EngineError(f"version {version} could not be loaded {self.load_failures} times; last: {e}") from e
-            log.warning("version %d could not be loaded (%s); trying again", version, e)
-            await self.clock.sleep(self.ledger.jitter(0.5))
-            return True
-        self.load_failures = 0
-        self.digest = source.digest
-        log.info("loaded version %d (%s)", version, source.digest[:12])
-        return True
-
-    async def _source(self, version: int) -> WeightSource | None:
-        """The relay of this host, else a checkpoint's export."""
-        published, relays = self.published(), list(self.relays.items.values())
-        if published is None or published.version != version:
-            return await find_weights(self.run_info, relays, version)
-        source = await find_weights(self.run_info, relays, version, published.digest)
-        if source is None:
-            # Nobody has the published bits any more: those that the trainer offers in their place.
-            prefix = self.run_info.keys.offers_of(version)
-            for kv in (await self.run_info.coordination.range(prefix)).items:
-                source = source or await find_weights(self.run_info, relays, version, kv.key[len(prefix) :])
-        return source
-
-    async def _version_lost(self, version: int) -> bool:
-        """Nobody can bring `version` back. Waiting work of it goes on under the newest, or starts again."""
-        published = self.published()
-        # Without the newest version there is nothing to go on under: the trainer may be replaying, and then it brings
-        # back this one on its way to the newest.
-        if published is None or published.version == version or await self._source(published.version) is None:
-            log.info("waiting for the relay to hold version %d", version)
-            await self.clock.sleep(self.ledger.jitter(0.5))
-            return False
-        for held in [h for h in await self._waiting() if h.claim.version == version]:
-            if self.config.rollout.on_version_lost == "restart":
-                claim: Claim = claims.restarted(
-                    held.claim, version=published.version, error=f"version {version} was lost", counts=False
-                ).model_copy(update={"state": "waiting"})
-            else:
-                claim = held.claim.model_copy(update={"version": published.version})
-            log.warning(
-                "version %d is lost: trajectory %012d-%03d %ss under version %d",
-                version, *held.id, self.config.rollout.on_version_lost, published.version,
-            )  # fmt: skip
-            await self.ledger.update(held, claim)
-        await self.evaluator.give_up(version)
-        return True
-
-    # -- reports ------------------------------------------------------------------------------------------------
-
-    async def _report(self) -> None:
-        key = self.run_info.keys.load("rollout", self.member.id)
-        history: deque[tuple[float, int]] = deque(maxlen=RATE_REPORTS)
-        while True:
-            load = self.engine.load_report()
-            history.append((self.clock.monotonic(), self.engine_tokens()))
-            (since, tokens), (now, all_tokens) = history[0], history[-1]
-            rate = (all_tokens - tokens) / (now - since) if now > since else 0.0
-            record = Load(
-                version=self.engine.version,
-                running=load.running,
-                waiting=load.waiting,
-                kv_tokens=load.kv_tokens,
-                kv_capacity=self.equipment.capacity.kv_tokens,
-                decode_tokens_per_s=round(max(rate, 0.0), 2),
-                draining=self._view([]).draining,
-                finished=self.finished,
-            )
-            await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
-            await self.clock.sleep(REPORT_INTERVAL_S)
+    # -- watching -----------------------------------------------------------------------------------------------
 
     def engine_tokens(self) -> int:
         return self.tokens + sum(t.policy_tokens for t in self.live.values())
@@ -392,7 +341,7 @@ class Rollout:
             await self.engine.check()
             if self._failure is not None:
                 raise self._failure
-            for mirror in (self.inbox, self.evaluations, self.relays):
+            for mirror in (self.inbox, self.evaluations, self.relays, self.rest):
                 mirror.check()
             await self.clock.sleep(0.5)
 
@@ -406,9 +355,9 @@ class Rollout:
             task = self.tasks.get(trajectory.id)
             if task is not None:
                 task.cancel()
-        await self.flusher.flush()
+        await self.flusher.durable()
         released = 0
         for trajectory in trajectories:
             claim = claims.reassigned(trajectory.held.claim, "", "stop")
-            released += await self.ledger.hand_over(trajectory.held, claim, None)
+            released += await self.ledger.hand_over(trajectory.held, claim)
         log.info("left %d of %d unfinished trajectories to others", released, len(trajectories))

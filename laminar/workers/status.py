@@ -248,6 +248,10 @@ def _worker_view(record: WorkerRecord, load: str | None) -> WorkerView:
         kv_share=report.kv_tokens / report.kv_capacity if report.kv_capacity else None,
         tokens_per_s=report.decode_tokens_per_s,
         draining=report.draining,
+        activity="slow, rests" if report.resting else "",
+        moved_out=report.moved_out,
+        moved_in=report.moved_in,
+        refilled_tokens=report.refilled_tokens,
     )
 
 

@@ -2,6 +2,9 @@
 
 A rollout draws while it holds the newest version. Once a newer one is published, or work of another version waits
 for it, it stops drawing, drains, and loads that version when it is empty: `update = "drain"`.
+
+With `update = "interrupt"` it swaps the weights under what runs, and takes over work of any version under its own. To
+evaluate another version it drains all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from enum import Enum
 
 class Do(Enum):
     LOAD = "load a version"
+    SWAP = "load a version under what runs"
     ADOPT = "take over what came to the inbox"
     EVALUATE = "evaluate the loaded version"
     DRAW = "draw new groups"
@@ -38,6 +42,8 @@ class View:
     evaluating: bool = False
     admitted: int = 0
     stopping: bool = False
+    resting: bool = False
+    interrupt: bool = False
 
     @property
     def busy(self) -> bool:
@@ -46,16 +52,24 @@ class View:
     @property
     def wanted(self) -> int:
         """The version to hold next: that of waiting work first, so that nothing waits behind new draws."""
-        foreign = [v for v in (*self.inbox, *self.evaluations) if v != self.loaded]
+        inbox = () if self.interrupt else self.inbox
+        foreign = [v for v in (*inbox, *self.evaluations) if v != self.loaded]
         return foreign[0] if foreign else max(self.newest, self.loaded)
 
     @property
     def draining(self) -> bool:
-        return self.stopping or (self.loaded >= 0 and self.wanted != self.loaded)
+        return self.stopping or self.resting or (self.loaded >= 0 and self.wanted != self.loaded)
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether something in the inbox can go on under the loaded version."""
+        if self.loaded < 0 or self.room <= 0:
+            return False
+        return self.loaded in self.inbox or (self.interrupt and bool(self.inbox))
 
 
 def steer(view: View) -> Action:
-    if view.loaded in view.inbox and view.loaded >= 0 and view.room > 0:
+    if view.adoptable:
         return Action(Do.ADOPT, view.loaded)
     if view.loaded in view.evaluations and not view.evaluating and view.loaded >= 0:
         return Action(Do.EVALUATE, view.loaded)
@@ -63,6 +77,8 @@ def steer(view: View) -> Action:
         return Action(Do.WAIT)
     if view.wanted != view.loaded and not view.busy:
         return Action(Do.LOAD, view.wanted)
+    if view.interrupt and view.wanted == view.newest != view.loaded >= 0 and not view.evaluating:
+        return Action(Do.SWAP, view.newest)
     if view.loaded >= 0 and view.loaded == view.newest and not view.draining and view.admitted > 0:
         return Action(Do.DRAW, view.loaded)
     return Action(Do.WAIT)

@@ -288,6 +288,7 @@ class Trainer:
         if staged is not None:
             metrics |= {"publish_copy_s": staged.copy_s, "publish_cast_s": staged.cast_s}
         metrics |= await self.publisher.spread()
+        metrics |= self.intake.lengths.consumed(trained.rows)
         metrics["publishes_skipped"] = float(self.publisher.skipped)
         version = step + 1
         every = self.config.evaluation.every

@@ -38,6 +38,12 @@ class Trajectory:
     environment_state: str = ""
     messages: list[Message] = field(default_factory=list)
     pending: list[PartialRow] = field(default_factory=list)
+    request: str = ""
+    """Id of its request in the engine; empty when there is none."""
+    halting: bool = False
+    """Stop where somebody else, or other weights, can go on: `Generation` ends it with `Halted`."""
+    aborted: bool = False
+    """Its request was aborted here, so that it may end without being finished."""
 
     @property
     def id(self) -> tuple[int, int]:

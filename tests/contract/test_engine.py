@@ -281,7 +281,9 @@ async def test_more_requests_than_fit_wait_for_their_turn(bench: Bench) -> None:
         await asyncio.sleep(0.002)
     assert waited >= 4
     assert all(len(joined(task.result())[0]) == 60 for task in tasks)
-    assert bench.engine.load_report() == type(load)(0, 0, 0)
+    load = bench.engine.load_report()
+    assert (load.running, load.waiting, load.kv_tokens) == (0, 0, 0)
+    assert load.step_s >= 0 and 1 <= load.batch_limit <= 16, "measured, or the engine's limit"
 
 
 async def test_a_caller_that_goes_away_frees_its_place(bench: Bench) -> None:

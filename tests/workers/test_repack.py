@@ -71,8 +71,8 @@ def clusters(draw: st.DrawFn) -> list[Draining]:
             Draining(
                 id=f"r{i}", version=source.randint(5, 7), kv_tokens=used + source.choice((0, 0, 100)),
                 kv_capacity=source.choice((500, 3000, 20_000)), batch_limit=source.randint(1, 12), tail=tail,
-                waiting=source.choice((0, 0, 0, 1)), settled=source.random() < 0.9, step_s=source.choice((0.0, 0.02, 1)),
-                prefill_tokens_per_s=source.choice((50.0, 4000.0)),
+                waiting=source.choice((0, 0, 0, 1)), settled=source.random() < 0.9,
+                step_s=source.choice((0.0, 0.02, 1)), prefill_tokens_per_s=source.choice((50.0, 4000.0)),
             )
         )  # fmt: skip
     return result
@@ -194,7 +194,7 @@ def test_a_load_report_says_what_the_plan_needs() -> None:
     rollout = Draining.of("r", load)
     assert [t.trajectory for t in rollout.tail] == [trajectory_name(0, 1), trajectory_name(1, 0)]
     assert (rollout.used, rollout.expected, rollout.settled) == (700, 810, True)
-    assert not Draining.of("r", load.model_copy(update={"running": 3})).settled
+    assert not Draining.of("r", load.model_copy(update={"acting": 1})).settled
     assert not Draining.of("r", load.model_copy(update={"evaluating": True})).settled
 
 

@@ -53,9 +53,15 @@ class EngineCapacity:
 
 @dataclass(frozen=True)
 class EngineLoad:
+    """Now, in trajectories and tokens. `batch_limit`, `step_s` and `prefill_tokens_per_s` as in `pace.Pace`, measured
+    in the engine's own steps; 0 where they are not known (yet)."""
+
     running: int
     waiting: int
     kv_tokens: int
+    batch_limit: int = 0
+    step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
 
 
 class Engine(Protocol):

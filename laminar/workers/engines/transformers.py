@@ -23,6 +23,7 @@ import torch
 
 from laminar.errors import EngineError
 from laminar.workers.engines.base import Chunk, EngineCapacity, EngineFinish, EngineLoad, WeightSource
+from laminar.workers.engines.pace import Pace
 from laminar.workers.engines.requests import finite, token_budget
 from laminar.workers.engines.weights import ModelTensors, opened
 
@@ -78,6 +79,7 @@ class TransformersEngine:
         self._wake = asyncio.Event()
         self._between_steps = asyncio.Lock()
         self._serving: asyncio.Task[None] | None = None
+        self._pace = Pace(max_running)
 
     @property
     def version(self) -> int:
@@ -204,7 +206,11 @@ class TransformersEngine:
     def load_report(self) -> EngineLoad:
         running = [r for r in self._running if not r.done]
         waiting = sum(not r.done for r in self._waiting)
-        return EngineLoad(len(running), waiting, sum(len(r.tokens) for r in running))
+        pace = self._pace
+        return EngineLoad(
+            len(running), waiting, sum(len(r.tokens) for r in running), pace.batch_limit, pace.step_s,
+            pace.prefill_tokens_per_s,
+        )  # fmt: skip
 
     async def _serve(self, batch: Batch) -> None:
         try:
@@ -215,7 +221,9 @@ class TransformersEngine:
                     await self._wake.wait()
                     continue
                 requests = list(self._running)
+                began = asyncio.get_running_loop().time()
                 drawn = await self._exclusively(partial(batch.step, requests))
+                self._pace.step(len(requests), batch.prefilled, asyncio.get_running_loop().time() - began)
                 for request, (token, logprob) in zip(requests, drawn, strict=True):
                     self._deliver(request, token, logprob)
         except Exception as e:  # whatever torch raises: out of memory, a broken kernel
@@ -261,6 +269,8 @@ class Batch:
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model = model
         self.device = device
+        self.prefilled = 0
+        """Tokens that the last step filled the cache with, again or for the first time."""
         self._members: list[Request] = []
         self._cache: Any = None
         self._mask = torch.empty(0)
@@ -281,8 +291,10 @@ class Batch:
         """One token and its logprob for each request, whose `tokens` the caller then extends."""
         kept = [index for index, member in enumerate(self._members) if member in requests]
         if self._cache is not None and [self._members[index] for index in kept] == requests:
+            self.prefilled = 0
             logits = self._decode(requests, kept)
         else:
+            self.prefilled = sum(len(request.tokens) for request in requests)
             logits = self._prefill(requests)
         self._members = requests
         return [self._sample(request, row) for request, row in zip(requests, logits.float(), strict=True)]

@@ -30,6 +30,7 @@ from laminar.workers.engines.base import (
     WeightSource,
 )
 from laminar.workers.engines.lifeline import engine_processes_tied_to_this_one
+from laminar.workers.engines.pace import Pace
 from laminar.workers.engines.requests import token_budget
 from laminar.workers.engines.vllm_output import chunk_of, step_recorder
 
@@ -108,6 +109,7 @@ class VllmEngine:
         self._load_lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._steps: dict[str, float] = {}
+        self._pace = Pace(max_running)
 
     @property
     def version(self) -> int:
@@ -187,7 +189,8 @@ class VllmEngine:
         with engine_processes_tied_to_this_one():
             # No local variable, no result: vLLM keeps this frame alive (in an exception that it caches), and with it
             # the engine until the interpreter's end, where its destructor fails noisily.
-            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[step_recorder(self._steps, loop)])
+            loggers = [step_recorder(self._steps, self._pace, loop)]
+            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
         if self._closed:
             self._llm.shutdown(0)
 
@@ -388,10 +391,14 @@ class VllmEngine:
     def load_report(self) -> EngineLoad:
         if not self._live:
             # The last step's figures stay as they were when the last request is aborted.
-            return EngineLoad(0, 0, 0)
+            return self._load_of(0, 0, 0)
         running = min(int(self._steps.get("running", 0)), len(self._live))
         # Not simply the rest: a request that the scheduler has lost waits for nothing.
         new = sum(live.since > self._steps.get("at", 0.0) for live in self._live.values())
         waiting = min(int(self._steps.get("waiting", 0)) + new, len(self._live) - running)
         used = round(self._steps.get("kv_usage", 0.0) * self._capacity.kv_tokens)
-        return EngineLoad(running, waiting, used)
+        return self._load_of(running, waiting, used)
+
+    def _load_of(self, running: int, waiting: int, used: int) -> EngineLoad:
+        pace = self._pace
+        return EngineLoad(running, waiting, used, pace.batch_limit, pace.step_s, pace.prefill_tokens_per_s)

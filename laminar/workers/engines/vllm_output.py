@@ -8,6 +8,7 @@ from typing import Any
 
 from laminar.errors import EngineError
 from laminar.workers.engines.base import Chunk, EngineFinish
+from laminar.workers.engines.pace import Pace
 from laminar.workers.engines.requests import finite
 
 
@@ -41,7 +42,7 @@ def chunk_of(request_id: str, output: Any) -> Chunk:
     return Chunk(tokens, logprobs, finish)
 
 
-def step_recorder(steps: dict[str, float], loop: asyncio.AbstractEventLoop) -> type:
+def step_recorder(steps: dict[str, float], pace: Pace, loop: asyncio.AbstractEventLoop) -> type:
     """A class that vLLM instantiates and calls in the event loop after every step of the engine."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -52,7 +53,11 @@ def step_recorder(steps: dict[str, float], loop: asyncio.AbstractEventLoop) -> t
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
-            steps["at"] = loop.time()
+            before, steps["at"] = steps.get("at"), loop.time()
+            if scheduler_stats is not None and iteration_stats is not None and before is not None:
+                # Between two steps of a batch that does not just begin lies nothing but a step.
+                if batch := int(steps.get("running", 0)):
+                    pace.step(batch, int(iteration_stats.prompt_token_stats.computed), steps["at"] - before)
             if scheduler_stats is not None:
                 steps["running"] = scheduler_stats.num_running_reqs
                 steps["waiting"] = scheduler_stats.num_waiting_reqs

@@ -181,10 +181,12 @@ class Repacker:
     async def _rest(self, now: float, loads: dict[str, Load]) -> None:
         if now >= self._sampled_at + 1.0:
             self._sampled_at = now
-            self._windows = {worker: self._windows.get(worker, Window()) for worker in loads}
-            for worker, load in loads.items():
-                self._windows[worker].add(now, load)
-            for worker, reason in slow(self._windows, self.resting).items():
+            resting = self.resting
+            # Whoever has rested begins anew: what it reported before must not send it back at once.
+            self._windows = {worker: self._windows.get(worker, Window()) for worker in loads if worker not in resting}
+            for worker, window in self._windows.items():
+                window.add(now, loads[worker])
+            for worker, reason in slow(self._windows, resting).items():
                 await self._send_to_rest(worker, reason)
         resting = self.resting & loads.keys()
         awake = [Draining.of(w, load) for w, load in loads.items() if w not in resting and not load.switching]

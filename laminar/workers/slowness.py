@@ -9,7 +9,7 @@ slow for another reason.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -60,13 +60,14 @@ class Window:
         return fmean(x.rate for x in self.samples) / self.running
 
 
-def slow(windows: Mapping[str, Window], resting: frozenset[str] | set[str]) -> dict[str, str]:
+def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:
     """The slow ones among those that do not rest, slowest first, each with the reason."""
+    fleet = len(windows.keys() | resting)
     telling = {id: w for id, w in windows.items() if id not in resting and w.telling}
     found: dict[str, str] = {}
     for id, window in sorted(telling.items(), key=lambda item: (item[1].rate_each, item[0])):
         peers = [w.rate_each for i, w in telling.items() if i != id and w.running >= window.running / 2]
-        if len(peers) < MIN_PEERS or (len(resting) + len(found) + 1) > MAX_RESTING * len(windows):
+        if len(peers) < MIN_PEERS or len(resting) + len(found) + 1 > MAX_RESTING * fleet:
             continue
         usual = median(peers)
         if window.rate_each < SHARE * usual:

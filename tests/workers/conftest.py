@@ -1,12 +1,15 @@
-"""A rollout's membership on the in-process etcd, and a clock that does not make tests wait."""
+"""A rollout's membership on the in-process etcd, and a clock that does not make tests wait. Tests here import `world`
+as a plain module beside them."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,8 @@ from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import WorkerRecord
 from laminar.buffer.session import Membership, Session
 from laminar.clock import SystemClock
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 KEYS = Keys("run")
 

@@ -1,0 +1,173 @@
+"""The manager's repack on the in-process etcd, in virtual time: who gets a plan and when, and who rests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from world import KEYS, World, kill
+
+from laminar.buffer.keys import trajectory_name
+from laminar.buffer.records import Load, Moves, Rest, WeightsHead
+from laminar.workers.context import Member
+from laminar.workers.manager import Manager
+from laminar.workers.repacking import PLAN_S, REST_S
+from laminar.workers.slowness import WINDOW_S
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy(virtual_time: asyncio.AbstractEventLoopPolicy) -> asyncio.AbstractEventLoopPolicy:
+    return virtual_time
+
+
+class Fleet:
+    """Rollouts that report what a test says, beside a manager whose repack runs."""
+
+    def __init__(self, world: World, manager: Manager) -> None:
+        self.world = world
+        self.manager = manager
+        self.members: dict[str, Member] = {}
+
+    @classmethod
+    async def assemble(cls, **rollout: Any) -> Fleet:
+        world = World(rollout=rollout)
+        return cls(world, await world.manager())
+
+    async def report(self, name: str, *tokens: int, version: int = 3, **changes: Any) -> None:
+        """`tokens`: of its tail, a group each."""
+        if name not in self.members:
+            self.members[name] = await self.world.member("rollout", name)
+        group = 100 * len(name) + ord(name[-1])
+        values = {
+            "version": version, "running": len(tokens), "waiting": 0, "kv_tokens": sum(tokens), "kv_capacity": 100_000,
+            "decode_tokens_per_s": 10.0 * len(tokens), "draining": True, "batch_limit": 16, "step_s": 0.02,
+            "tail": {trajectory_name(group, i): (n, 1000) for i, n in enumerate(tokens)},
+        }  # fmt: skip
+        member = self.members[name]
+        load = Load.model_validate(values | changes)
+        await member.run.coordination.put(KEYS.load("rollout", name), load.dump(), lease=member.session.lease)
+
+    async def publish(self, version: int) -> None:
+        head = WeightsHead(version=version, digest="d", layout_digest="l", bytes=1, master="relay-1")
+        await self.manager.run_info.coordination.put(KEYS.weights, head.dump())
+
+    async def run(self, seconds: float) -> None:
+        async def work() -> None:
+            async with self.manager.rollouts, self.manager.loads:
+                await self.manager.repacker.run()
+
+        task = asyncio.create_task(work())
+        await asyncio.sleep(seconds)
+        assert not task.done(), task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    def moves(self) -> dict[str, Moves]:
+        found = self.world.server.page(KEYS.moves_root, "", 100, 0).items
+        return {kv.key.rsplit("/", 1)[-1]: Moves.parse(kv.value) for kv in found}
+
+
+async def test_draining_rollouts_get_plans_and_the_fullest_gets_the_tails() -> None:
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    for name, tokens in (("r-a", [500] * 4), ("r-b", [300] * 2), ("r-c", [100])):
+        await fleet.report(name, *tokens)
+    await fleet.report("r-new", 900, version=4, draining=False)
+    await fleet.run(1.5)
+    moves = fleet.moves()
+    assert set(moves) == {"r-b", "r-c"}
+    assert {m.target for plan in moves.values() for m in plan.items} == {"r-a"}
+    assert len(moves["r-b"].items) == 2 and moves["r-b"].version == 3
+    revision = fleet.world.server.get(KEYS.worker("rollout", "r-a"))
+    assert revision and moves["r-c"].targets == {"r-a": revision.create_revision}
+
+
+async def test_a_plan_stands_once_and_dies_at_its_deadline() -> None:
+    """Also that of a manager that is gone: its successor counts from when it first saw it."""
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await fleet.run(1.5)
+    before = fleet.moves()
+    kill(fleet.manager.member)
+    fleet.manager = await fleet.world.manager("relay-2")
+    await fleet.run(PLAN_S - 1)
+    assert fleet.moves() == before, "no second plan while the first stands"
+    await fleet.run(2.5)
+    assert fleet.moves() != before
+
+
+async def test_a_publish_is_followed_by_a_plan_without_waiting_for_the_interval() -> None:
+    fleet = await Fleet.assemble(repack_interval=1000.0)
+    await fleet.publish(3)
+    running = asyncio.create_task(fleet.run(8.0))
+    await asyncio.sleep(5.0)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await asyncio.sleep(1.0)
+    assert not fleet.moves(), "they hold the newest version"
+    await fleet.publish(4)
+    await asyncio.sleep(1.3)
+    assert set(fleet.moves()) == {"r-b"}
+    await running
+
+
+@pytest.mark.parametrize(
+    "rollout", [{"repack_interval": 0.0}, {"update": "interrupt"}, {"partials": False}], ids=lambda r: next(iter(r))
+)
+async def test_nothing_is_planned_when_it_is_off_or_cannot_work(rollout: dict[str, Any]) -> None:
+    fleet = await Fleet.assemble(**rollout)
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await fleet.run(12.0)
+    assert not fleet.moves()
+
+
+async def test_who_switches_or_rests_or_drains_for_no_newer_version_is_left_alone() -> None:
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300, switching=True)
+    await fleet.report("r-c", 300, version=4)
+    await fleet.report("r-d", 300, draining=False)
+    await fleet.run(6.0)
+    assert not fleet.moves()
+
+
+async def test_a_slow_rollout_rests_its_trajectories_go_and_it_gets_another_chance() -> None:
+    fleet = await Fleet.assemble()
+    await fleet.publish(3)
+
+    async def report(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            for name, rate in (("r-a", 80.0), ("r-b", 82.0), ("r-c", 78.0), ("r-slow", 9.0)):
+                resting = name == "r-slow" and fleet.world.server.get(KEYS.rest(name)) is not None
+                load = {"decode_tokens_per_s": rate, "draining": resting, "resting": resting}
+                await fleet.report(name, *[100] * 8, **load, **({} if resting else {"tail": {}}))
+            await asyncio.sleep(1.0)
+
+    running = asyncio.create_task(fleet.run(WINDOW_S + REST_S + 20))
+    await report(WINDOW_S + 6)
+    kv = fleet.world.server.get(KEYS.rest("r-slow"))
+    assert kv is not None and "1.1 tokens a second for each of 8" in Rest.parse(kv.value).reason
+    assert sorted({m.target for m in fleet.moves()["r-slow"].items}) == ["r-a", "r-b", "r-c"]
+    assert {c.id for c in fleet.manager._candidates({})} == {"r-a", "r-b", "r-c"}, "orphans do not go to it"
+    await asyncio.sleep(REST_S)
+    assert fleet.world.server.get(KEYS.rest("r-slow")) is None
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_plans_of_the_dead_are_cleaned_away() -> None:
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await fleet.run(1.5)
+    assert fleet.moves()
+    kill(fleet.members["r-b"])
+    await fleet.manager.cleaner.clean()
+    assert not fleet.moves()

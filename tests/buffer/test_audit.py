@@ -185,6 +185,8 @@ def test_a_broken_invariant_is_named(change: Callable[[Picture], Picture], messa
 def test_spans_of_several_versions_are_sound_if_the_config_says_so() -> None:
     two = dict(span_start=[0, 3], span_version=[0, 1], span_worker=["w"] * 2, span_digest=[DIGESTS[0][:16]] * 2)
     assert check(replace(changed(0, **two)(sound()), on_version_lost="continue")).ok
+    assert check(replace(changed(0, **two)(sound()), update="interrupt")).ok
+    assert "invariant 3" in check(changed(0, **two)(sound())).problems[0]
 
 
 def test_a_version_that_was_offered_again_under_another_digest_is_known() -> None:

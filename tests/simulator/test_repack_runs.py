@@ -10,7 +10,8 @@ import pytest
 
 from laminar.buffer.coordination import Change
 from laminar.buffer.records import Claim, LeaderRecord, Moves
-from laminar.simulator import run
+from laminar.config import Config, config_from
+from laminar.simulator import cluster, run
 from laminar.simulator.cluster import Cluster
 from laminar.simulator.faults import Plan
 from laminar.simulator.process import SimProcess
@@ -22,9 +23,9 @@ Simulated = Callable[..., Outcome]
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    """`simulated(seed, script, …)`: a run of long tails without seeded faults, beside which `script` runs."""
+    """`simulated(seed, script, steps=…, …)`: a run of long tails without seeded faults, beside which `script` runs."""
 
-    def simulated(seed: int, script: Script | None = None, **changes: Any) -> Outcome:
+    def simulated(seed: int, script: Script | None = None, *, steps: int = 5, **changes: Any) -> Outcome:
         values: dict[str, Any] = {
             "seed": seed, "rollouts": 3, "trainers": 1, "relays": 1, "max_turns": 1, "max_staleness": None,
             "on_version_lost": "continue", "fsync": True, "faults": (), "repack_interval": 0.5, "long_tails": True,
@@ -36,9 +37,19 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Simulated:
                 if script is not None:
                     self.script = asyncio.create_task(script(self))  # type: ignore[arg-type]
 
+        base = cluster.run_config
+
+        def config(plan: Plan) -> Config:
+            values = base(plan).model_dump(mode="json")
+            return config_from(values | {"run": values["run"] | {"max_steps": steps}})
+
+        monkeypatch.setattr(cluster, "run_config", config)
         monkeypatch.setattr(run, "draw_plan", lambda *_, **__: Plan(**(values | changes)))
         monkeypatch.setattr(run, "Cluster", Scripted)
-        return simulate(seed)
+        try:
+            return simulate(seed)
+        finally:
+            monkeypatch.undo()
 
     return simulated
 
@@ -117,14 +128,14 @@ def test_half_of_the_rollouts_leave_and_come_back(simulated: Simulated) -> None:
             asyncio.create_task(changes(cluster, cluster.keys.claims, claimed)),
             asyncio.create_task(changes(cluster, cluster.keys.workers("rollout"), came)),
         ]
-        await asyncio.sleep(6)
+        await asyncio.sleep(4)
         for slot in cluster.living("rollout")[:2]:
             slot.stop.set()
         await asyncio.gather(*following)
 
-    outcome = simulated(1, leave, rollouts=4)
+    outcome = simulated(1, leave, steps=12, rollouts=4, long_tails=False)
     assert not outcome.problems, describe(outcome)
-    late = {worker: at for worker, at in joined.items() if at > 6}
+    late = {worker: at for worker, at in joined.items() if at > 4}
     assert len(late) == 2
     given = [worked[worker] - at for worker, at in late.items() if worker in worked]
     assert given and min(given) < 10, (given, late)

@@ -23,7 +23,7 @@ from laminar.workers import generation
 from laminar.workers.conversation import Conversation
 from laminar.workers.engines.base import Chunk, EngineFinish, EngineLoad
 from laminar.workers.environments.base import Prompt, Score, Transcript, Turn
-from laminar.workers.generation import Generation, Lost, Where
+from laminar.workers.generation import Generation, Halted, Lost, Where
 from laminar.workers.learning.tiny import make_tokenizer
 from laminar.workers.outbox import Flusher
 from laminar.workers.trajectory import Trajectory
@@ -42,18 +42,28 @@ class Engine:
         self.turns = list(turns)
         self.requests: list[dict[str, Any]] = []
         self.before_it_ends: Callable[[], Awaitable[None]] | None = None
+        self.after_each_chunk: Callable[[], Awaitable[None]] | None = None
         self.lost: set[int] = set()
+        self.aborted: set[str] = set()
         self.load = EngineLoad(1, 0, 0)
         self.version = 3
 
     def load_report(self) -> EngineLoad:
         return self.load
 
+    async def abort(self, request_id: str) -> None:
+        self.aborted.add(request_id)
+
     async def generate(self, request_id: str, token_ids: Sequence[int], **asked: Any) -> AsyncIterator[Chunk]:
         self.requests.append({"id": request_id, "tokens": list(token_ids), **asked})
         for text, finish in self.turns[len(self.requests) - 1]:
             ids = self.encode(text)
             yield Chunk(ids, [-0.5] * len(ids), finish)
+            if self.after_each_chunk:
+                await self.after_each_chunk()
+            if request_id in self.aborted:
+                yield Chunk([], [], "abort")
+                return
         if len(self.requests) - 1 in self.lost:
             await asyncio.Event().wait()
         if self.before_it_ends:
@@ -118,6 +128,7 @@ class Stage:
             config, engine, host, Conversation(self.tokenizer), self.rollout.ledger, self.flusher, self.clock,  # type: ignore[arg-type]
             [self.tokenizer.eos_token_id],
         )  # fmt: skip
+        self.generation = made
         flushing = asyncio.create_task(self.flusher.run())
         try:
             return await asyncio.wait_for(made.run(self.t, WHERE), 20)  # type: ignore[no-any-return]
@@ -439,3 +450,56 @@ async def test_a_span_carries_the_version_at_dispatch(stage: Stage) -> None:
     finished = await stage.run(engine, Host())
     assert [(s.start, s.version, s.digest) for s in finished.partial.spans] == [(0, 3, "d3")]
     assert finished.row()["version"] == 3
+
+
+# -- stopping between two tokens --------------------------------------------------------------------------------
+
+
+async def test_a_halted_trajectory_stops_with_all_that_was_generated(stage: Stage) -> None:
+    """And goes on from there: what was there is the prompt of the next request."""
+    engine = stage.engine([("c", None), ("never", "stop")], [("ba" + stage.end, "stop")])
+
+    async def halt() -> None:
+        if len(engine.requests) == 1:
+            await stage.generation.halt(stage.t)
+
+    engine.after_each_chunk = halt
+    with pytest.raises(Halted):
+        await stage.run(engine, Host())
+    assert stage.t.token_ids == stage.encode("c") and stage.t.turn_state == "generating" and not stage.t.request
+    stage.t.halting = False
+    engine.aborted.clear()
+    finished = await stage.run(engine, Host())
+    assert finished.text == "cba" and engine.requests[1]["tokens"][-1:] == stage.encode("c")
+
+
+async def test_one_that_was_aborted_and_need_not_stop_any_more_goes_on(stage: Stage) -> None:
+    """A plan that died meanwhile: the engine has ended its request, the trajectory is not lost."""
+    engine = stage.engine([("c", None), ("never", "stop")], [("ba" + stage.end, "stop")])
+
+    async def halt() -> None:
+        if len(engine.requests) == 1:
+            await stage.generation.halt(stage.t)
+            stage.t.halting = False
+
+    engine.after_each_chunk = halt
+    assert (await stage.run(engine, Host())).text == "cba"
+    assert engine.requests[0]["id"] != engine.requests[1]["id"]
+
+
+async def test_the_end_of_a_turn_comes_before_a_halt(stage: Stage) -> None:
+    """Its environment and its reward are not asked twice: not here and then at another owner."""
+    engine, host = stage.engine([("cba" + stage.end, "stop")]), Host()
+    engine.after_each_chunk = lambda: stage.generation.halt(stage.t)
+    finished = await stage.run(engine, host)
+    assert finished.status == "ok" and [c for c, _ in host.calls] == ["reset", "score"]
+
+
+async def test_in_a_longer_conversation_it_stops_before_its_next_turn(stage: Stage) -> None:
+    engine = stage.engine([("cb" + stage.end, "stop")])
+    host = Host(steps=[Turn([{"role": "user", "content": "a"}], state="s1")])
+    engine.after_each_chunk = lambda: stage.generation.halt(stage.t)
+    with pytest.raises(Halted):
+        await stage.run(engine, host, max_turns=2)
+    assert (stage.t.turn, stage.t.environment_state, len(engine.requests)) == (1, "s1", 1)
+    assert (await stage.logged()).turn == 1, "the reply is durable: its next owner does not ask for it again"

@@ -171,6 +171,21 @@ async def test_rotation_carries_all_that_is_live_and_deletes_the_old_segment(clo
     assert [await logged(storage, t) == t.partial() for t in live] == [True, True]
 
 
+async def test_rotation_carries_what_was_handed_over_and_not_read_yet(clock: Clock) -> None:
+    """Its new owner waits for room: the rows stand in this log alone until then."""
+    storage, live, unread = MemoryStorage(), [trajectory(0), trajectory(1)], list[Trajectory]()
+    made = flusher(storage, live, clock, rotate_s=0.0, unread=lambda: unread)
+    async with running(made.run()):
+        for n in range(3):
+            for t in live:
+                t.policy_wrote([n], [-0.5], at=n)
+            await made.durable()
+            unread += live[1:]
+            del live[1:]
+    assert [f.path for f in await storage.list("partials/w")] == ["partials/w/000003.arrows"]
+    assert [await logged(storage, t) == t.partial() for t in (*live, *unread)] == [True, True]
+
+
 async def test_without_partial_logs_nothing_is_written_nor_kept(clock: Clock) -> None:
     storage, t = MemoryStorage(), trajectory()
     made = flusher(storage, [t], clock, enabled=False, interval_s=0.01)

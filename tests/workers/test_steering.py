@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.workers.steering import Do, View, steer
+from laminar.workers.steering import Action, Do, View, steer
 
 FRESH = View(newest=3, loaded=3, running=0, room=64, admitted=4)
 
@@ -53,6 +53,35 @@ def test_an_evaluation_runs_beside_generation_and_pins_the_version() -> None:
 
 def test_a_stopping_rollout_begins_nothing() -> None:
     assert steer(replace(FRESH, stopping=True)).do is Do.WAIT
+
+
+def test_a_resting_rollout_draws_nothing_and_finishes_what_comes() -> None:
+    view = replace(FRESH, resting=True)
+    assert steer(view).do is Do.WAIT and view.draining
+    assert steer(replace(view, inbox=(3,))).do is Do.ADOPT
+    assert steer(replace(view, newest=4)).do is Do.LOAD
+
+
+INTERRUPT = replace(FRESH, interrupt=True)
+
+
+def test_with_interrupt_a_newer_version_is_swapped_in_under_what_runs() -> None:
+    action = steer(replace(INTERRUPT, newest=4, running=5))
+    assert (action.do, action.version) == (Do.SWAP, 4)
+    assert steer(replace(INTERRUPT, newest=4)).do is Do.LOAD
+    assert steer(replace(INTERRUPT, loaded=-1)).do is Do.LOAD
+
+
+def test_with_interrupt_work_of_any_version_goes_on_under_the_loaded_one() -> None:
+    assert steer(replace(INTERRUPT, inbox=(1, 2))).do is Do.ADOPT
+    assert steer(replace(INTERRUPT, inbox=(1,), room=0, admitted=0)).do is Do.WAIT
+
+
+def test_with_interrupt_an_evaluation_pins_its_version_all_the_same() -> None:
+    assert steer(replace(INTERRUPT, newest=4, running=5, evaluating=True, evaluations=(3,), admitted=0)).do is Do.WAIT
+    older = replace(INTERRUPT, newest=4, loaded=4, evaluations=(2,))
+    assert steer(replace(older, running=5)).do is Do.WAIT, "it drains"
+    assert steer(older) == Action(Do.LOAD, 2)
 
 
 views = st.builds(

@@ -189,8 +189,8 @@ class VllmEngine:
         with engine_processes_tied_to_this_one():
             # No local variable, no result: vLLM keeps this frame alive (in an exception that it caches), and with it
             # the engine until the interpreter's end, where its destructor fails noisily.
-            loggers = [step_recorder(self._steps, self._pace, loop)]
-            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=loggers)
+            recorder = step_recorder(self._steps, self._pace, loop)
+            self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[recorder])
         if self._closed:
             self._llm.shutdown(0)
 

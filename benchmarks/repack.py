@@ -1,0 +1,235 @@
+"""What repack gains and costs: the same run with it on and off by turns, three rollouts with long-tailed lengths.
+
+    python benchmarks/repack.py                       # two runs of each, a few minutes on two cores
+    python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
+
+Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the reference
+engine), but for the time that a decode step takes and where a trajectory ends: `long_tails/sitecustomize.py` stretches
+each step to a latency curve of its own by sleeping, so that three engines on two cores do not take from each other, and
+draws lengths from a log-normal distribution. It says in the rollouts' logs how many steps took longer than their curve;
+the share is printed here, and should be near nothing.
+
+Printed for each run: tokens a second of all rollouts (from the first trajectory's start to the last one's end), mean KV
+use, seconds from a publish until a rollout holds that version or a newer one, staleness of what was trained on,
+trajectories moved, tokens prefilled again; then the medians and their ratios on / off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lance
+
+from laminar.buffer.coordination import Change, Coordination
+from laminar.buffer.etcd_access import EtcdAccess
+from laminar.buffer.keys import Keys
+from laminar.buffer.records import Load, WeightsHead
+
+HERE = Path(__file__).resolve().parent
+NAME = "repack"
+START_S = 120.0
+
+
+@dataclass
+class Seen:
+    """What etcd told while a run worked; times are monotonic seconds."""
+
+    published: dict[int, float] = field(default_factory=dict)
+    held: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    """By rollout: when it first reported which version."""
+    kv: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    last: dict[str, Load] = field(default_factory=dict)
+    plans: int = 0
+
+    def take(self, change: Change, keys: Keys) -> None:
+        if change.kv is None:
+            return
+        now = time.monotonic()
+        if change.key == keys.weights:
+            self.published.setdefault(WeightsHead.parse(change.kv.value).version, now)
+        elif change.key.startswith(keys.moves_root):
+            self.plans += 1
+        elif change.key.startswith(keys.load("rollout", "")):
+            load, rollout = Load.parse(change.kv.value), change.key.rsplit("/", 1)[-1]
+            self.last[rollout] = load
+            self.kv.setdefault(rollout, []).append((now, load.kv_tokens / load.kv_capacity))
+            held = self.held.setdefault(rollout, [])
+            if not held or held[-1][1] != load.version:
+                held.append((now, load.version))
+
+    def switches(self) -> list[float]:
+        """Seconds from each publish (but the first, at which engines start) to each rollout that came to it."""
+        result = []
+        for version, at in self.published.items():
+            for held in self.held.values():
+                reached = [t for t, v in held if v >= version]
+                if version and reached and held[0][0] < at:
+                    result.append(max(0.0, reached[0] - at))
+        return result
+
+    def kv_share(self) -> float:
+        """Mean over time and rollouts, between the first and the last publish."""
+        first, last = min(self.published.values()), max(self.published.values())
+        total = 0.0
+        for points in self.kv.values():
+            for (at, share), (until, _) in itertools.pairwise(points):
+                total += share * max(0.0, min(until, last) - max(at, first))
+        return total / max(1e-9, (last - first) * len(self.kv))
+
+
+@dataclass(frozen=True)
+class Result:
+    tokens_per_s: float
+    kv_share: float
+    switch_s: float
+    switch_p90_s: float
+    staleness: float
+    staleness_max: float
+    moved: int
+    refilled: int
+    late_steps: float
+
+
+async def observe(coordination: Coordination, keys: Keys, seen: Seen) -> None:
+    async for event in coordination.watch(keys.prefix):
+        if isinstance(event, Change):
+            seen.take(event, keys)
+        else:
+            for kv in event.snapshot.items:
+                seen.take(Change(kv.key, kv, kv.mod_revision), keys)
+
+
+def appeared(path: Path) -> str:
+    """The text of a file, as soon as it is there."""
+    deadline = time.monotonic() + START_S
+    while not path.exists() or not path.read_text():
+        if time.monotonic() > deadline:
+            raise TimeoutError(path)
+        time.sleep(0.1)
+    return path.read_text().strip()
+
+
+async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Result:
+    store, log = root / "store", root / "output.log"
+    settings = {
+        "run.name": NAME, "run.store": store, "run.max_steps": asked.steps, "rollout.workers": asked.rollouts,
+        "rollout.max_running": asked.running, "rollout.max_model_len": asked.longest + 40,
+        "rollout.repack_interval": interval, "sampling.max_tokens": asked.longest, "sampling.samples_per_prompt": 4,
+        "trainer.groups_per_step": asked.groups, "trainer.max_ahead_groups": asked.ahead, "trainer.threads": 1,
+        "trainer.checkpoint_every": 1000, "evaluation.size": 0,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "laminar.cli", "run", str(HERE.parent / "examples" / "tiny.toml"), "--plain"]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={json.dumps(value, default=str)}"]
+    curve = {
+        "STEP_S": asked.step_s, "KNEE": asked.knee, "PREFILL": asked.prefill, "MEDIAN": asked.median,
+        "SIGMA": asked.sigma,
+    }  # fmt: skip
+    environ = {f"LONG_TAILS_{name}": str(value) for name, value in curve.items()}
+    path = os.pathsep.join([str(HERE / "long_tails"), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=output, stderr=output,
+            env={**os.environ, **environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )  # fmt: skip
+    seen = Seen()
+    try:
+        endpoint = await asyncio.to_thread(appeared, store / "etcd" / "endpoint")
+        coordination = EtcdAccess((endpoint,)).connect()
+        observing = asyncio.create_task(observe(coordination, Keys(NAME), seen))
+        ended = await process.wait()
+        observing.cancel()
+        await asyncio.gather(observing, return_exceptions=True)
+        await coordination.close()
+    except TimeoutError:
+        text = log.read_text(errors="replace")[-2000:]
+        raise SystemExit(f"the run did not start in {START_S:.0f} s:\n{text}") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if ended:
+        raise SystemExit(f"the run ended with {ended}:\n{log.read_text(errors='replace')[-2000:]}")
+    return result_of(store, seen)
+
+
+def result_of(store: Path, seen: Seen) -> Result:
+    columns = ["token_ids", "started_at", "finished_at"]
+    rows = lance.dataset(str(store / "experience.lance")).to_table(columns=columns).to_pylist()
+    seconds = (max(r["finished_at"] for r in rows) - min(r["started_at"] for r in rows)).total_seconds()
+    staleness = lance.dataset(str(store / "steps.lance")).to_table(columns=["staleness"])["staleness"].to_pylist()
+    switches = sorted(seen.switches())
+    told = re.findall(
+        r"long tails: (\d+) of (\d+) steps",
+        "\n".join(p.read_text(errors="replace") for p in (store / "logs").glob("rollout*.log")),
+    )
+    return Result(
+        tokens_per_s=sum(len(r["token_ids"]) for r in rows) / seconds,
+        kv_share=seen.kv_share(),
+        switch_s=statistics.fmean(switches),
+        switch_p90_s=switches[int(0.9 * (len(switches) - 1))],
+        staleness=statistics.fmean(staleness),
+        staleness_max=max(staleness),
+        moved=sum(load.moved_out for load in seen.last.values()),
+        refilled=sum(load.refilled_tokens for load in seen.last.values()),
+        late_steps=max((int(late) / int(steps) for late, steps in told), default=0.0),
+    )
+
+
+def line(name: str, r: Result) -> str:
+    return (
+        f"{name:<8}{r.tokens_per_s:8.0f} tokens/s   KV {r.kv_share:6.1%}   to the newest version {r.switch_s:5.2f} s "
+        f"(p90 {r.switch_p90_s:5.2f})   staleness {r.staleness:4.2f} (max {r.staleness_max:.0f})   moved {r.moved:4d}, "
+        f"{r.refilled:6d} tokens prefilled again   late steps {r.late_steps:.1%}"
+    )
+
+
+def middle(results: list[Result]) -> Result:
+    return Result(**{name: statistics.median(getattr(r, name) for r in results) for name in vars(results[0])})
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each kind")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a run")
+    parser.add_argument("--rollouts", type=int, default=3)
+    parser.add_argument("--running", type=int, default=16, help="trajectories that a rollout generates at once")
+    parser.add_argument("--groups", type=int, default=8, help="groups of a step, of 4 samples each")
+    parser.add_argument("--ahead", type=int, default=24, help="groups drawn and not consumed at most")
+    parser.add_argument("--median", type=float, default=40.0, help="of the lengths, in tokens")
+    parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithm")
+    parser.add_argument("--longest", type=int, default=400)
+    parser.add_argument("--step-s", type=float, default=0.03, help="seconds of a decode step of one trajectory")
+    parser.add_argument("--knee", type=int, default=16, help="the batch at which it takes half as long again")
+    parser.add_argument("--prefill", type=float, default=10_000.0, help="tokens prefilled a second")
+    parser.add_argument("--interval", type=float, default=1.0, help="rollout.repack_interval of the runs with repack")
+    asked = parser.parse_args()
+    results: dict[str, list[Result]] = {"on": [], "off": []}
+    for number in range(asked.rounds):
+        for name, interval in (("on", asked.interval), ("off", 0.0)):
+            with tempfile.TemporaryDirectory(prefix="repack-benchmark-") as folder:
+                results[name].append(await one_run(Path(folder), interval, asked))
+            print(line(f"{name} {number}", results[name][-1]), flush=True)
+    on, off = middle(results["on"]), middle(results["off"])
+    print(line("on", on))
+    print(line("off", off))
+    print(
+        f"on / off: tokens/s {on.tokens_per_s / off.tokens_per_s:.2f}, time to the newest version "
+        f"{on.switch_s / off.switch_s:.2f}, staleness {on.staleness / max(off.staleness, 1e-9):.2f}, "
+        f"KV use {100 * (on.kv_share - off.kv_share):+.1f} points"
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

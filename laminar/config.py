@@ -363,9 +363,11 @@ def is_object_store(root: str) -> bool:
     return "://" in root and not root.startswith("file://")
 
 
-FROZEN = ("run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype", "relay.chunk_mib")
+FROZEN = (
+    "run.seed", "sampling.samples_per_prompt", "model.path", "model.dtype", "relay.chunk_mib", "rollout.update",
+)  # fmt: skip
 """Values of the config that a resume may not change; fingerprints of model, tokenizer and prompts are compared as
-well. Digests of weights depend on the size of a chunk."""
+well. Digests of weights depend on the size of a chunk; whether rows may span versions, on `rollout.update`."""
 
 
 def parse_config(text: str, *, origin: str = "config") -> Config:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from laminar.buffer.coordination import Change
-from laminar.buffer.records import Claim, LeaderRecord, Moves
+from laminar.buffer.records import Claim, LeaderRecord, Move, Moves
 from laminar.config import Config, config_from
 from laminar.simulator import cluster, run
 from laminar.simulator.cluster import Cluster
@@ -108,6 +108,33 @@ def test_a_death_at_any_moment_of_a_move_loses_nothing(simulated: Simulated, vic
         if struck:
             return
     pytest.fail("no plan was written in three runs")
+
+
+def test_a_plan_with_a_target_that_is_gone_moves_nothing(simulated: Simulated) -> None:
+    """What is refused goes on where it runs, and the key does not stay."""
+    left: list[str] = []
+
+    async def mislead(cluster: Cluster) -> None:
+        keys = cluster.keys
+        for at in range(12):
+            await asyncio.sleep(1.0)
+            claims = [(kv.key, Claim.parse(kv.value)) for kv in cluster.etcd.page(keys.claims, "", 100, 0).items]
+            owner = next((c.owner for _, c in claims if c.state == "generating"), "")
+            names = [key.rsplit("/", 1)[-1] for key, c in claims if c.owner == owner]
+            version = next((c.version for _, c in claims if c.owner == owner), 0)
+            record = Moves(
+                plan=f"test/{at}", version=version, deadline_us=0, seconds=5.0,
+                items=[Move(trajectory=name, target="rollout-sim-1-gone") for name in names],
+                targets={"rollout-sim-1-gone": 1},
+            )  # fmt: skip
+            if owner:
+                await cluster.outside.put(keys.moves(owner), record.dump())
+        await asyncio.sleep(8.0)
+        left.extend(kv.key for kv in cluster.etcd.page(keys.moves_root, "", 100, 0).items)
+
+    outcome = simulated(2, mislead, steps=10, repack_interval=0.0)
+    assert not outcome.problems and outcome.moved == 0, describe(outcome)
+    assert not left
 
 
 def test_half_of_the_rollouts_leave_and_come_back(simulated: Simulated) -> None:

@@ -175,7 +175,10 @@ async def a_run(coordination: Coordination, store_id: str = "abc") -> None:
     manifest = RunManifest(run="my-run", store="s", store_id=store_id, generation=2, format_version=1)
     claim = Claim(owner="rollout-h-1-aa", term=1, version=4, state="generating", source=Source(worker="w", term=1))
     worker = WorkerRecord(kind="rollout", id="rollout-h-1-aa", host="h", pid=1, started_at_us=0)
-    load = Load(version=4, running=2, waiting=1, kv_tokens=25, kv_capacity=100, decode_tokens_per_s=50, draining=True)
+    load = Load(
+        version=4, running=2, waiting=1, kv_tokens=25, kv_capacity=100, decode_tokens_per_s=50, draining=True,
+        moved_out=3, moved_in=2, refilled_tokens=1200,
+    )  # fmt: skip
     head = TrainerHead(step=4, decided=5, checkpoint=0, consumed_groups=8, state="running")
     records = {
         Keys("my-run").manifest: manifest,
@@ -216,6 +219,7 @@ class TestLiveStatus:
         assert "running: 4 steps trained, 5 decided" in text
         assert "weights     version 4, digest dddddddddddd, 2.0 MiB" in text
         assert "uncommitted 7 experience" in text and "manager 3-cc" in text
+        assert "moved       3 handed over by repack, 2 taken over, 1,200 tokens prefilled again" in text
 
     async def test_a_step_is_shown_once_its_figures_are_known(self) -> None:
         """The trainer raises `step` in etcd a moment before it reports the step's reward: a line must not show the new

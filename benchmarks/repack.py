@@ -2,12 +2,13 @@
 
     python benchmarks/repack.py                       # two runs of each, a few minutes on two cores
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
+    python benchmarks/repack.py --engine vllm
 
-Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the reference
-engine), but for the time that a decode step takes and where a trajectory ends: `long_tails/sitecustomize.py` stretches
-each step to a latency curve of its own by sleeping, so that three engines on two cores do not take from each other, and
-draws lengths from a log-normal distribution. It says in the rollouts' logs how many steps took longer than their curve;
-the share is printed here, and should be near nothing.
+Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the small reference
+engine, or on vLLM), but for the time that a decode step takes and where a trajectory ends:
+`long_tails/sitecustomize.py` stretches each step to a latency curve of its own by sleeping, so that three engines on two
+cores do not take from each other, and draws lengths from a log-normal distribution. The share of steps that took longer
+than their curve is printed, and should be near nothing.
 
 Printed for each run: tokens a second of all rollouts (from the first trajectory's start to the last one's end), mean KV
 use, seconds from a publish until a rollout holds that version or a newer one, staleness of what was trained on,
@@ -123,8 +124,8 @@ def appeared(path: Path) -> str:
 async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Result:
     store, log = root / "store", root / "output.log"
     settings = {
-        "run.name": NAME, "run.store": store, "run.max_steps": asked.steps, "rollout.workers": asked.rollouts,
-        "rollout.max_running": asked.running, "rollout.max_model_len": asked.longest + 40,
+        "run.name": NAME, "rollout.engine": asked.engine, "run.store": store, "run.max_steps": asked.steps,
+        "rollout.workers": asked.rollouts, "rollout.max_running": asked.running, "rollout.max_model_len": asked.longest + 40,
         "rollout.repack_interval": interval, "sampling.max_tokens": asked.longest, "sampling.samples_per_prompt": 4,
         "trainer.groups_per_step": asked.groups, "trainer.max_ahead_groups": asked.ahead, "trainer.threads": 1,
         "trainer.checkpoint_every": 1000, "evaluation.size": 0,
@@ -203,6 +204,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a run")
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--running", type=int, default=16, help="trajectories that a rollout generates at once")
     parser.add_argument("--groups", type=int, default=8, help="groups of a step, of 4 samples each")

@@ -1,8 +1,8 @@
 """Rollouts whose engine behaves as on a GPU: put this folder on PYTHONPATH of `laminar run`.
 
-Two cores cannot run several engines without one slowing the other. So the steps of the small reference engine, which
-take some milliseconds of CPU, are stretched by sleeping to a latency curve of their own: nearly flat up to a knee, then
-growing with the batch, as decode on a GPU is. Lengths are drawn from a log-normal distribution, by the trajectory, so
+Two cores cannot run several engines without one slowing the other. So the steps of the tiny model, which take some
+milliseconds of CPU, are stretched by sleeping to a latency curve of their own: nearly flat up to a knee, then growing
+with the batch, as decode on a GPU is. Lengths are drawn from a log-normal distribution, by the trajectory, so
 that they are the same whoever generates it, however often it moves. From the environment:
 
     LONG_TAILS_STEP_S    seconds of a step of one trajectory        LONG_TAILS_MEDIAN  of the lengths, in tokens
@@ -23,12 +23,13 @@ def install() -> None:
     from dataclasses import replace
 
     from laminar.workers import engines, equipment
-    from laminar.workers.engines import transformers
+    from laminar.workers.engines import transformers, vllm
 
     step_s, knee = float(os.environ["LONG_TAILS_STEP_S"]), int(os.environ["LONG_TAILS_KNEE"])
     prefill = float(os.environ["LONG_TAILS_PREFILL"])
     median, sigma = float(os.environ["LONG_TAILS_MEDIAN"]), float(os.environ["LONG_TAILS_SIGMA"])
     real_step, real_create = transformers.Batch.step, engines.create_engine
+    real_settings = vllm.VllmEngine._settings
     short = [0, 0]
 
     def step(self, requests):  # type: ignore[no-untyped-def]
@@ -70,12 +71,16 @@ def install() -> None:
                     chunk = replace(chunk, finish_reason="stop")
                 yield chunk
 
+    def settings(self, on_cpu):  # type: ignore[no-untyped-def]
+        return real_settings(self, on_cpu) | {"worker_extension_cls": "long_tails_worker.StretchedWorker"}
+
     def create(config, *arguments):  # type: ignore[no-untyped-def]
         return LongTails(real_create(config, *arguments), config.sampling.max_tokens)
 
     # Else a trajectory that moves at what happens to be a stop token would end there.
     equipment.stop_token_ids = lambda *_: []
     transformers.Batch.step = step  # type: ignore[method-assign]
+    vllm.VllmEngine._settings = settings  # type: ignore[method-assign]
     engines.create_engine = create
 
 

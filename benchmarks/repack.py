@@ -4,11 +4,11 @@
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
     python benchmarks/repack.py --engine vllm
 
-Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the small reference
-engine, or on vLLM), but for the time that a decode step takes and where a trajectory ends:
-`long_tails/sitecustomize.py` stretches each step to a latency curve of its own by sleeping, so that three engines on two
-cores do not take from each other, and draws lengths from a log-normal distribution. The share of steps that took longer
-than their curve is printed, and should be near nothing.
+Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the reference
+engine or on vLLM), but for the time that a decode step takes and where a trajectory ends:
+`long_tails/sitecustomize.py` stretches each step to a latency curve of its own by sleeping, so that three engines on
+two cores do not take from each other, and draws lengths from a log-normal distribution. The share of steps that took
+longer than their curve is printed, and should be near nothing.
 
 Printed for each run: tokens a second of all rollouts (from the first trajectory's start to the last one's end), mean KV
 use, seconds from a publish until a rollout holds that version or a newer one, staleness of what was trained on,
@@ -125,8 +125,9 @@ async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Res
     store, log = root / "store", root / "output.log"
     settings = {
         "run.name": NAME, "rollout.engine": asked.engine, "run.store": store, "run.max_steps": asked.steps,
-        "rollout.workers": asked.rollouts, "rollout.max_running": asked.running, "rollout.max_model_len": asked.longest + 40,
-        "rollout.repack_interval": interval, "sampling.max_tokens": asked.longest, "sampling.samples_per_prompt": 4,
+        "rollout.workers": asked.rollouts, "rollout.max_running": asked.running,
+        "rollout.max_model_len": asked.longest + 40, "rollout.repack_interval": interval,
+        "sampling.max_tokens": asked.longest, "sampling.samples_per_prompt": 4,
         "trainer.groups_per_step": asked.groups, "trainer.max_ahead_groups": asked.ahead, "trainer.threads": 1,
         "trainer.checkpoint_every": 1000, "evaluation.size": 0,
     }  # fmt: skip

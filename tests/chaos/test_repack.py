@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from laminar.buffer.coordination import Change
 from laminar.buffer.records import Claim
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(240)]
-LONG_TAILS = REPOSITORY / "benchmarks" / "long_tails"
+PATHS = Path(os.pathsep.join([str(REPOSITORY / "benchmarks" / "long_tails"), str(REPOSITORY)]))
 CURVE = {"STEP_S": "0.03", "KNEE": "16", "PREFILL": "20000", "MEDIAN": "12", "SIGMA": "1.2"}
 
 
@@ -28,7 +29,7 @@ def test_tails_move_in_a_real_run(
         "rollout.repack_interval=1.0", "sampling.max_tokens=200", "sampling.samples_per_prompt=4",
         "trainer.groups_per_step=4", "trainer.max_ahead_groups=16", "trainer.threads=1",
     )  # fmt: skip
-    run.start(python_path=LONG_TAILS)
+    run.start(python_path=PATHS)
     run.until(lambda: bool(run.run_endpoint()), "the run's etcd is there")
     seen = run.observe()
     claims: dict[str, Claim] = {}

@@ -2,7 +2,7 @@
 
     python benchmarks/repack.py                       # two runs of each, a few minutes on two cores
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
-    python benchmarks/repack.py --engine vllm
+    python benchmarks/repack.py --engine vllm --longest 84 --median 12 --step-s 0.2   # the model has 128 positions
 
 Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the reference
 engine or on vLLM), but for the time that a decode step takes and where a trajectory ends:

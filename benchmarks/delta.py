@@ -112,7 +112,7 @@ def hop_seconds(base: bytearray, new: bytearray, arguments: argparse.Namespace) 
         files = [Path(folder) / "base", Path(folder) / "new"]
         for file, data in zip(files, (base, new), strict=True):
             file.write_bytes(data)
-        for options in (["--whole"], []):
+        for options in (["--whole"], ["--retain", "2"]):
             names = ["lb-d0", "lb-d1"]
             chunk = ["--chunk-kib", "1024", "--piece-kib", str(arguments.piece_mib << 10)]
             with shaped(names, arguments.mbit), chain(names, [*chunk, *options], namespaces=True) as nodes:

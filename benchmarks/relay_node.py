@@ -51,7 +51,7 @@ class Slow:
 class Node:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.name = arguments.name
-        self.holdings = Holdings(chunk_bytes=arguments.chunk_kib << 10, retain=1, threads=1)
+        self.holdings = Holdings(chunk_bytes=arguments.chunk_kib << 10, retain=arguments.retain, threads=1)
         self.transport = open_transport(arguments)
         grain = max(1, arguments.piece_kib // arguments.chunk_kib) if arguments.piece_kib else 0
         tuning = Tuning(streams=arguments.streams, grain=grain, rate=arguments.rate, deltas=not arguments.whole)
@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--stall-s", type=float, default=2.0, help="silence after which a peer counts as dead")
     parser.add_argument("--chunk-kib", type=int, default=1024)
     parser.add_argument("--piece-kib", type=int, default=0, help="0: computed from the chain's length")
+    parser.add_argument("--retain", type=int, default=1, help="versions held; differences need 2")
     parser.add_argument("--whole", action="store_true", help="ask for no differences")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")
     parser.add_argument("--streams", type=int, default=1)

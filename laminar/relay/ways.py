@@ -10,13 +10,15 @@ LOOK_AGAIN = 16
 
 @dataclass
 class WayChoice:
-    """Whether the next version is asked for as a difference: the way by which versions came faster, each new one to the
-    test now and then. On fast links it costs more to compute differences than to send what they save."""
+    """Whether the next version is asked for as a difference: the way by which versions came faster, the slower one to
+    the test now and then. On fast links it costs more to compute differences than to send what they save."""
 
     whole_rate: float = 0.0
     delta_rate: float = 0.0
-    """Bytes of a version a second, as measured; 0: not yet."""
+    """Bytes of a version a second, the mean of the last with those before; 0: not measured yet."""
     repeated: int = 0
+    loaded: bool = False
+    """Whether a difference has come: the first one waits until both relays have loaded what computes it."""
 
     @property
     def delta(self) -> bool:
@@ -26,8 +28,11 @@ class WayChoice:
 
     def measured(self, rate: float, *, delta: bool) -> None:
         """A version came at `rate`, as a difference or whole."""
+        if delta and not self.loaded:
+            self.loaded = True
+            return
         self.repeated = 0 if self.repeated >= LOOK_AGAIN else self.repeated + 1
         if delta:
-            self.delta_rate = rate
+            self.delta_rate = (self.delta_rate + rate) / 2 if self.delta_rate else rate
         else:
-            self.whole_rate = rate
+            self.whole_rate = (self.whole_rate + rate) / 2 if self.whole_rate else rate

@@ -106,7 +106,7 @@ class Load(Record):
     evaluating: bool = False
     resting: bool = False
     switching: bool = False
-    """About to load another version: what came to its inbox from now on would find the old one gone."""
+    """About to load another version, or to leave: what came to its inbox from now on would find it gone."""
     tail: dict[str, tuple[int, int]] = {}
     """While it drains with at most `batch_limit` trajectories: of each that generates, by name, its tokens and how many
     more are to be expected."""

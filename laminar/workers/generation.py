@@ -63,7 +63,7 @@ class Halted(Exception):
 
 
 class Generation:
-    """Runs trajectories; holds no state of its own between them."""
+    """Runs trajectories; holds no state of its own between them. `tokens` counts what was generated here."""
 
     def __init__(
         self, config: Config, engine: Engine, host: EnvironmentHost, conversation: Conversation, ledger: Ledger,
@@ -77,6 +77,7 @@ class Generation:
         self.flusher = flusher
         self.clock = clock
         self.stop_token_ids = list(stop_token_ids)
+        self.tokens = 0
         self._requests = itertools.count()
 
     async def halt(self, t: Trajectory) -> None:
@@ -182,6 +183,7 @@ class Generation:
             ):
                 silence.heard()
                 t.policy_wrote(chunk.token_ids, chunk.logprobs, self.clock.now_us())
+                self.tokens += len(chunk.token_ids)
                 reason = chunk.finish_reason
                 if reason in ("stop", "length"):
                     # In the same breath as the last tokens: a flush that found them alone would have a new owner go

@@ -98,9 +98,9 @@ class Mover:
         r, moves = self.rollout, Moves.parse(kv.value)
         began = r.clock.monotonic()
         targets = {m.trajectory: m.target for m in moves.items}
-        chosen = [t for t in list(r.live.values()) if t.name in targets and self._movable(t, moves)]
         moved = 0
         async with r.halting.alone:
+            chosen = [t for t in list(r.live.values()) if t.name in targets and self._movable(t, moves)]
             standing = await r.halting.stop(chosen, min(STOP_S, moves.seconds))
             try:
                 async with asyncio.timeout(max(0.1, moves.seconds - (r.clock.monotonic() - began))):

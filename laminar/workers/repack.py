@@ -7,7 +7,8 @@
 Best-fit consolidation: candidates from the emptiest on, each wholly into the fullest one that still takes it. What the
 plan keeps: no trajectory moves twice; a destination is never also a source; with its present tokens and those to be
 expected nobody exceeds its KV cache, and nobody its batch limit; each move shortens the time for which rollouts are
-held by old versions by more than it costs; equal loads give equal plans.
+held by old versions by more than it costs; no more rollouts are emptied than there is work for; equal loads give equal
+plans.
 """
 
 from __future__ import annotations
@@ -140,26 +141,33 @@ Parts = list[tuple[int, tuple[Unfinished, ...]]]
 """Places of destinations, and what of a source's tail goes to each."""
 
 
-def plan(rollouts: Iterable[Draining]) -> list[Handing]:
-    """Rollouts of several versions are packed version by version."""
+def plan(rollouts: Iterable[Draining], work: int | None = None) -> list[Handing]:
+    """Rollouts of several versions are packed version by version, the oldest first. `work`: trajectories that can be
+    drawn soon and that nobody who draws now has room for; None: more than all could take. A rollout that would find
+    nothing to draw gains nothing by being emptied, while those that take its tail become slower."""
     by_version: dict[int, list[Draining]] = {}
     for rollout in rollouts:
         if rollout.is_candidate():
             by_version.setdefault(rollout.version, []).append(rollout)
-    return [handing for _, group in sorted(by_version.items()) for handing in _consolidate(group)]
+    result: list[Handing] = []
+    for _, group in sorted(by_version.items()):
+        handings, work = _consolidate(group, work)
+        result += handings
+    return result
 
 
-def _consolidate(candidates: Sequence[Draining]) -> list[Handing]:
-    """The candidates of one version, from the emptiest on."""
+def _consolidate(candidates: Sequence[Draining], work: int | None) -> tuple[list[Handing], int | None]:
+    """The candidates of one version, from the emptiest on; and the work that is left."""
     order = sorted(candidates, key=lambda r: (r.used, r.id))
     space = _Space(order)
     targets: set[int] = set()
     result: list[Handing] = []
     for place, source in enumerate(order):
+        if work is not None and work <= 0:
+            break
         if place in targets or not source.settled:
             continue
-        free = space.without(place)
-        parts = _whole(source, free) or _by_groups(source, free)
+        parts = _whole(source, place, space) or _by_groups(source, place, space)
         if not parts or gain_s(source, [(space.rollouts[target], tail) for target, tail in parts]) <= 0:
             continue
         space.remove(place)
@@ -167,7 +175,8 @@ def _consolidate(candidates: Sequence[Draining]) -> list[Handing]:
             space.put(target, tail)
             targets.add(target)
             result += [Handing(t.trajectory, source.id, order[target].id) for t in tail]
-    return result
+        work = work and work - source.batch_limit
+    return result, work
 
 
 class _Space:
@@ -180,7 +189,7 @@ class _Space:
         self.slots = np.array([r.batch_limit - len(r.tail) for r in rollouts], dtype=np.int64)
 
     def without(self, place: int) -> _Space:
-        """A copy in which nothing goes to `place`."""
+        """A copy to try with, in which nothing goes to `place`."""
         copy = object.__new__(_Space)
         copy.rollouts = list(self.rollouts)
         copy.used, copy.tokens, copy.slots = self.used.copy(), self.tokens.copy(), self.slots.copy()
@@ -196,25 +205,29 @@ class _Space:
         self.tokens[place] -= sum(t.tokens + t.growth for t in tail)
         self.slots[place] -= len(tail)
 
-    def fullest(self, tail: Sequence[Unfinished]) -> int | None:
-        """The fullest place that takes all of `tail`; among equals one with samples of its groups, then the first."""
+    def fullest(self, tail: Sequence[Unfinished], but: int | None = None) -> int | None:
+        """The fullest place, other than `but`, that takes all of `tail`; among equals one with samples of its groups,
+        then the first."""
         fitting = (self.slots >= len(tail)) & (self.tokens >= sum(t.tokens + t.growth for t in tail))
-        if not fitting.any():
-            return None
+        if but is not None:
+            fitting[but] = False
         filled = np.where(fitting, self.used, -1)
-        equals = np.flatnonzero(filled == filled.max())
+        most = filled.max()
+        if most < 0:
+            return None
+        equals = np.flatnonzero(filled == most)
         if len(equals) == 1:
             return int(equals[0])
         groups = {t.group for t in tail}
         return int(max(equals, key=lambda i: (sum(t.group in groups for t in self.rollouts[i].tail), -i)))
 
 
-def _whole(source: Draining, free: _Space) -> Parts:
-    target = free.fullest(source.tail)
+def _whole(source: Draining, place: int, space: _Space) -> Parts:
+    target = space.fullest(source.tail, but=place)
     return [] if target is None else [(target, source.tail)]
 
 
-def _by_groups(source: Draining, free: _Space) -> Parts:
+def _by_groups(source: Draining, place: int, space: _Space) -> Parts:
     """Spread over several destinations, the largest group first; nothing if a group stays over: a source that is not
     emptied gains nothing. Samples of a group stay together, for they share their prompt's KV cache."""
     groups: dict[int, tuple[Unfinished, ...]] = {}
@@ -223,6 +236,7 @@ def _by_groups(source: Draining, free: _Space) -> Parts:
     parts: dict[int, tuple[Unfinished, ...]] = {}
     if len(groups) == 1:
         return []
+    free = space.without(place)
     for _, tail in sorted(groups.items(), key=lambda item: (-sum(t.tokens for t in item[1]), item[0])):
         target = free.fullest(tail)
         if target is None:

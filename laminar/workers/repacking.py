@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 
+from laminar.buffer import claims
 from laminar.buffer.coordination import Delete, KeyValue, Transaction, absent, unchanged
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import Load, Move, Moves, Rest, WeightsHead, WorkerRecord
+from laminar.buffer.records import Cursor, Load, Move, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Run
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.repack import Draining, Handing, evacuate, plan
@@ -31,6 +32,8 @@ SETTLE_S = 0.75
 """From a publish to the plan: rollouts tell within a quarter of a second that they drain."""
 PLAN_S = 10.0
 """How long a plan holds at its source; here a moment longer."""
+LAG_S = 1.0
+"""A plan that this manager wrote so long ago and does not see has been carried out: most are within a fraction of it."""
 QUIET_S = 2.0
 """After a plan is over its sources and targets are left alone, until their reports show what came of it."""
 REST_S = 300.0
@@ -49,6 +52,8 @@ class Repacker:
         self.loads = loads
         self.bell = Bell()
         self.weights = Mirror(run.coordination, run.keys.weights, exact=True, bell=self.bell)
+        self.trainer = Mirror(run.coordination, run.keys.trainer, exact=True)
+        self.cursor = Mirror(run.coordination, run.keys.cursor, exact=True)
         self.moves = Mirror(run.coordination, run.keys.moves_root)
         self.rests = Mirror(run.coordination, run.keys.rests_root)
         self.plans = 0
@@ -57,8 +62,8 @@ class Repacker:
         self._parsed: dict[str, tuple[int, Load]] = {}
         self._first_seen: dict[tuple[str, int], float] = {}
         self._left_alone: dict[str, float] = {}
-        self._involved: dict[str, set[str]] = {}
-        """Source and targets of each plan, by its key."""
+        self._standing: dict[str, tuple[float, set[str]]] = {}
+        """Since when each plan stands, by its key, and its source and targets."""
         self._windows: dict[str, Window] = {}
         self._planned_at = self._sampled_at = float("-inf")
         self._published = -1
@@ -70,13 +75,14 @@ class Repacker:
         return {kv.key.rsplit("/", 1)[-1] for kv in self.rests.items.values()}
 
     async def run(self) -> None:
-        async with self.weights, self.moves, self.rests:
+        async with self.weights, self.trainer, self.cursor, self.moves, self.rests:
             while True:
                 now = self.clock.monotonic()
-                for mirror in (self.weights, self.moves, self.rests, self.loads, self.rollouts):
+                for mirror in (self.moves, self.rests, self.loads, self.rollouts):
                     mirror.check()
                 loads = self._living_loads()
                 await self._end_overdue(now)
+                self._leave_alone(now)
                 if self._due(now):
                     await self._plan(now, loads)
                 await self._rest(now, loads)
@@ -110,6 +116,28 @@ class Repacker:
             return True
         return now >= self._planned_at + self.config.repack_interval
 
+    def _work(self, loads: Mapping[str, Load]) -> int | None:
+        """Trajectories that may be drawn under the newest version now, or once the trainer has taken its next batch,
+        and for which those that draw have no room. None before the trainer has begun."""
+        if (head := self.trainer.only) is None:
+            return None
+        trainer, cursor, config = TrainerHead.parse(head.value), self.cursor.only, self.run_info.config
+        groups = claims.admitted_groups(
+            cursor=Cursor.parse(cursor.value).next if cursor else 0,
+            consumed=trainer.consumed_groups,
+            to_retire=trainer.to_retire,
+            step=trainer.decided,
+            max_steps=config.run.max_steps,
+            groups_per_step=config.trainer.groups_per_step,
+            max_ahead=config.max_ahead_groups + config.trainer.groups_per_step,
+            total_groups=config.run.epochs * self.run_info.file.prompts,
+            version=self._published,
+            max_staleness=config.trainer.max_staleness,
+        )
+        drawing = [load for load in loads.values() if load.version == self._published and not load.draining]
+        room = sum(max(0, self.config.max_running - load.running - load.waiting) for load in drawing)
+        return groups * config.sampling.samples_per_prompt - room
+
     async def _plan(self, now: float, loads: dict[str, Load]) -> None:
         self._planned_at = now
         began = self.clock.monotonic()
@@ -120,7 +148,7 @@ class Repacker:
             if load.draining and not load.switching and 0 <= load.version < self._published
             and worker not in resting and self._left_alone.get(worker, 0.0) <= now
         ]  # fmt: skip
-        handings = plan(draining)
+        handings = plan(draining, self._work(loads))
         self._costs = [*self._costs[-99:], self.clock.monotonic() - began]
         if handings:
             log.info(
@@ -132,9 +160,11 @@ class Repacker:
 
     async def _write(self, now: float, handings: Iterable[Handing], loads: dict[str, Load]) -> None:
         """Each source's part under its own key, unless an earlier plan stands there."""
-        revisions = {WorkerRecord.parse(kv.value).id: kv.create_revision for kv in self.rollouts.items.values()}
+        revisions = {key.rsplit("/", 1)[-1]: kv.create_revision for key, kv in self.rollouts.items.items()}
         for source, part in itertools.groupby(sorted(handings, key=_source_of), key=_source_of):
             items = [h for h in part if h.target in revisions]
+            if not items:
+                continue  # who was to take it is gone
             targets = {h.target for h in items}
             record = Moves(
                 plan=f"{self.name}/{next(self._numbers)}",
@@ -150,17 +180,26 @@ class Repacker:
                 continue
             self.plans += 1
             self.moved += len(items)
-            self._involved[key] = {source, *targets}
-            self._left_alone |= dict.fromkeys(self._involved[key], now + PLAN_S + QUIET_S)
+            self._standing[key] = now, {source, *targets}
+        self._leave_alone(now)
 
     async def _end_overdue(self, now: float) -> None:
         """Plans past their deadline, whoever wrote them; rests that have lasted; and the memory of both."""
         await self._delete(self._overdue(self.moves, now, PLAN_S + 1.0), "plan for %s is over: it was not carried out")
         await self._delete(self._overdue(self.rests, now, REST_S), "rollout %s has rested, it draws again")
         known = {(kv.key, kv.mod_revision) for m in (self.moves, self.rests) for kv in m.items.values()}
-        for key, _ in self._first_seen.keys() - known:
-            self._left_alone |= dict.fromkeys(self._involved.pop(key, ()), now + QUIET_S)
         self._first_seen = {key: at for key, at in self._first_seen.items() if key in known}
+
+    def _leave_alone(self, now: float) -> None:
+        """Whoever has part in a plan that stands, or stood a moment ago: this manager's, or an earlier one's."""
+        for key, kv in self.moves.items.items():
+            if key not in self._standing:
+                self._standing[key] = now, {key.rsplit("/", 1)[-1], *Moves.parse(kv.value).targets}
+        for key, (since, involved) in list(self._standing.items()):
+            if key in self.moves.items or now < since + LAG_S:
+                self._left_alone |= dict.fromkeys(involved, now + QUIET_S)
+            else:
+                del self._standing[key]
         self._left_alone = {worker: until for worker, until in self._left_alone.items() if until > now}
 
     def _overdue(self, mirror: Mirror, now: float, limit_s: float) -> list[KeyValue]:
@@ -188,12 +227,19 @@ class Repacker:
                 window.add(now, loads[worker])
             for worker, reason in slow(self._windows, resting).items():
                 await self._send_to_rest(worker, reason)
+        if self.config.partials:
+            await self._evacuate(now, loads)
+
+    async def _evacuate(self, now: float, loads: dict[str, Load]) -> None:
+        """What resting rollouts have goes to others of its version. Where a plan is still under way, or nobody else
+        has the version, it goes on where it is."""
         resting = self.resting & loads.keys()
+        full = [w for w in sorted(resting) if loads[w].tail and self._left_alone.get(w, 0.0) <= now]
+        if not full:
+            return
         awake = [Draining.of(w, load) for w, load in loads.items() if w not in resting and not load.switching]
-        for worker in sorted(resting):
-            # Its part of the plan may still be under way, or nobody else have its version: then it goes on.
-            if loads[worker].tail and self._left_alone.get(worker, 0.0) <= now:
-                await self._write(now, evacuate(Draining.of(worker, loads[worker]), awake), loads)
+        for worker in full:
+            await self._write(now, evacuate(Draining.of(worker, loads[worker]), awake), loads)
 
     async def _send_to_rest(self, worker: str, reason: str) -> None:
         key = self.run_info.keys.rest(worker)

@@ -108,7 +108,7 @@ class Reporter:
             prefill_tokens_per_s=round(load.prefill_tokens_per_s, 1),
             acting=sum(t.turn_state == "acting" or not t.prompt_ids for t in r.live.values()),
             evaluating=r.evaluator.running,
-            switching=r.switching,
+            switching=r.switching or r.stopping,
             resting=r.resting,
             tail=self._tail(limit) if draining else {},
             moved_out=r.mover.moved_out,
@@ -129,7 +129,7 @@ class Reporter:
 
     def _rate(self) -> float:
         """Tokens a second over the last ten seconds."""
-        now, tokens = self.rollout.clock.monotonic(), self.rollout.engine_tokens()
+        now, tokens = self.rollout.clock.monotonic(), self.rollout.generation.tokens
         if not self._history or now - self._history[-1][0] >= 1.0:
             self._history.append((now, tokens))
         since, before = self._history[0]

@@ -62,7 +62,6 @@ class Rollout:
         self.tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.digest = digest
         self.capacity = min(self.config.rollout.max_running, equipment.capacity.max_running)
-        self.tokens = 0
         self.stopping = False
         self.switching = False
         """Another version is about to be loaded: nobody hands over anything of the present one any more."""
@@ -154,7 +153,8 @@ class Rollout:
         return View(
             newest=published.version if published else -1,
             loaded=self.engine.version,
-            running=len(self.live),
+            # What scores needs no engine any more: weights may change beside a slow reward.
+            running=sum(t.turn_state != "scoring" for t in self.live.values()),
             room=room,
             inbox=tuple(h.claim.version for h in waiting),
             evaluations=self.evaluator.claimed_versions,
@@ -258,7 +258,6 @@ class Rollout:
             self.tasks.pop(trajectory.id, None)
             self.halting.parked(trajectory)
             return
-        self.tokens += trajectory.policy_tokens
         self.finisher.put(Done(trajectory.held, finished))
 
     def _generated(self, task: asyncio.Task[None]) -> None:
@@ -333,9 +332,6 @@ class Rollout:
 
     # -- watching -----------------------------------------------------------------------------------------------
 
-    def engine_tokens(self) -> int:
-        return self.tokens + sum(t.policy_tokens for t in self.live.values())
-
     async def _watch_engine(self) -> None:
         while True:
             await self.engine.check()
@@ -348,16 +344,15 @@ class Rollout:
     # -- leaving ------------------------------------------------------------------------------------------------
 
     async def leave(self) -> None:
-        """Graceful stop: what runs is flushed and handed to whoever the manager chooses."""
+        """Graceful stop: what runs is flushed and handed to whoever the manager chooses, and so is what waits."""
         self.stopping = True
-        trajectories = list(self.live.values())
-        for trajectory in trajectories:
-            task = self.tasks.get(trajectory.id)
-            if task is not None:
-                task.cancel()
+        for task in list(self.tasks.values()):
+            task.cancel()
         await self.flusher.durable()
+        # From this report on nobody moves anything here any more.
+        await self.reporter.write()
+        unfinished = [*(t.held for t in self.live.values()), *await self.waiting()]
         released = 0
-        for trajectory in trajectories:
-            claim = claims.reassigned(trajectory.held.claim, "", "stop")
-            released += await self.ledger.hand_over(trajectory.held, claim)
-        log.info("left %d of %d unfinished trajectories to others", released, len(trajectories))
+        for held in unfinished:
+            released += await self.ledger.hand_over(held, claims.reassigned(held.claim, "", "stop"))
+        log.info("left %d of %d unfinished trajectories to others", released, len(unfinished))

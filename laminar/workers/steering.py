@@ -69,12 +69,12 @@ class View:
 
 
 def steer(view: View) -> Action:
+    if view.stopping:
+        return Action(Do.WAIT)
     if view.adoptable:
         return Action(Do.ADOPT, view.loaded)
     if view.loaded in view.evaluations and not view.evaluating and view.loaded >= 0:
         return Action(Do.EVALUATE, view.loaded)
-    if view.stopping:
-        return Action(Do.WAIT)
     if view.wanted != view.loaded and not view.busy:
         return Action(Do.LOAD, view.wanted)
     if view.interrupt and view.wanted == view.newest != view.loaded >= 0 and not view.evaluating:

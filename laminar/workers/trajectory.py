@@ -44,6 +44,8 @@ class Trajectory:
     """Stop where somebody else, or other weights, can go on: `Generation` ends it with `Halted`."""
     aborted: bool = False
     """Its request was aborted here, so that it may end without being finished."""
+    policy_tokens: int = 0
+    """How many of its tokens the policy wrote; counted along, since reports ask for it four times a second."""
 
     @property
     def id(self) -> tuple[int, int]:
@@ -52,10 +54,6 @@ class Trajectory:
     @property
     def name(self) -> str:
         return "{:012d}-{:03d}".format(*self.id)
-
-    @property
-    def policy_tokens(self) -> int:
-        return sum(self.policy_mask)
 
     def begin(self, prompt_ids: Sequence[int], messages: Sequence[Message], state: str, at: int) -> None:
         """The first prompt; it is logged, so that a new owner need not ask the environment again."""
@@ -74,6 +72,7 @@ class Trajectory:
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.policy_mask += [True] * len(token_ids)
+        self.policy_tokens += len(token_ids)
         if self.pending and self._goes_on(self.pending[-1], offset):
             # A row for each token would cost more than all the rest of streaming: one grows until it is flushed.
             row = self.pending[-1]
@@ -202,6 +201,7 @@ class Trajectory:
         self.prompt_ids = list(partial.prompt_ids)
         self.token_ids = list(partial.token_ids)
         self.policy_mask = list(partial.policy_mask)
+        self.policy_tokens = sum(partial.policy_mask)
         self.logprobs = list(partial.logprobs)
         self.spans = list(partial.spans)
         self.turn = partial.turn
@@ -211,12 +211,6 @@ class Trajectory:
         if partial.environment_state:
             kept = json.loads(partial.environment_state)
             self.environment_state, self.messages = kept["state"], kept["messages"]
-
-    def forget(self) -> None:
-        """Start afresh: no token, no turn, no state."""
-        empty = Partial([], [], [], [], [], 0, "generating", None, None, self.started_at)
-        self.environment_state, self.messages, self.pending = "", [], []
-        self.restore(empty)
 
     def turn_tokens(self) -> list[int]:
         """Policy tokens of the turn that is being, or was last, generated."""

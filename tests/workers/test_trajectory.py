@@ -178,15 +178,6 @@ def test_all_rows_supersede_what_is_pending() -> None:
     assert assemble([*carried, *t.take_pending()]) == t.partial()
 
 
-def test_starting_afresh_forgets_all_but_when_it_began() -> None:
-    t = begun()
-    two_turns(t)
-    t.forget()
-    assert t.partial().token_ids == t.prompt_ids == t.messages == t.pending == t.spans == []
-    assert (t.turn, t.turn_state, t.finish_reason, t.environment_state) == (0, "generating", None, "")
-    assert t.started_at == 1000
-
-
 # -- any history ------------------------------------------------------------------------------------------------
 
 Tokens = st.lists(st.integers(0, 1000), max_size=4)

@@ -115,6 +115,11 @@ class SimEngine:
             self._running.pop(request_id, None)
             self._aborted.discard(request_id)
 
+    @property
+    def requests(self) -> list[str]:
+        """Ids of those that are being generated."""
+        return list(self._running)
+
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:
             self._aborted.add(request_id)

@@ -28,6 +28,7 @@ class Kind(Enum):
     REWARD_HANGS = "reward hangs"
     REWARD_RAISES = "reward raises"
     ENGINE_BREAKS = "engine breaks"
+    REST = "found slow"
 
 
 WEIGHTS: dict[Kind, float] = {
@@ -51,6 +52,7 @@ WEIGHTS: dict[Kind, float] = {
     Kind.REWARD_HANGS: 1,
     Kind.REWARD_RAISES: 1,
     Kind.ENGINE_BREAKS: 1,
+    Kind.REST: 2,
 }
 PROCESS_KINDS = ("rollout", "trainer", "relay", "committer")
 

@@ -1,7 +1,8 @@
 """Sees every write to etcd while a simulated run goes on, and checks all invariants at its end.
 
 Beside what `laminar audit` checks from the store, it knows what no store can say: which weights really wrote each
-token, whether a decision was ever changed, and whether a replay trained the same weights again.
+token, whether a decision was ever changed, whether a replay trained the same weights again, and whether somebody goes
+on with what he has handed over.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ class Oracle:
         self._claims: dict[str, Claim] = {}
         self.moved = 0
         """Trajectories that a living owner handed to another."""
+        self.interrupted = 0
+        """Committed trajectories that span versions because weights changed under them."""
+        self.rested = 0
+        """Rollouts that were sent to rest."""
+        self._given: dict[str, str] = {}
+        """Who handed over each trajectory that was moved, by its name, as long as its new owner has it."""
 
     async def watch(self) -> None:
         """Follow every change of etcd, from before the first worker starts."""
@@ -38,6 +45,7 @@ class Oracle:
             while (batch := await subscription.next()) is not None:
                 for change in batch:
                     self._see(change)
+                self._see_engines()
 
     def _see(self, change: Change) -> None:
         keys = self.cluster.keys
@@ -47,6 +55,8 @@ class Oracle:
             return
         if change.key == keys.weights:
             self._see_weights(WeightsHead.parse(change.kv.value))
+        elif change.key.startswith(keys.rests_root):
+            self.rested += 1
         elif change.key.startswith(keys.batches):
             before = self._decided.setdefault(change.key, change.kv.value)
             if before != change.kv.value:
@@ -60,8 +70,22 @@ class Oracle:
             validate(before, after)
         except CoordinationError as e:
             self.problems.append(f"{change.key}: {e}")
-        if before and after and after.owner not in ("", before.owner) and before.deaths == after.deaths:
-            self.moved += before.owner != ""
+        name = change.key.rsplit("/", 1)[-1]
+        if after is None or before is None or after.owner != before.owner:
+            self._given.pop(name, None)
+        if before and after and after.owner not in ("", before.owner) and before.deaths == after.deaths and before.owner:
+            self.moved += 1
+            self._given[name] = before.owner
+
+    def _see_engines(self) -> None:
+        """A move begins with the end of its source: never do two generate what was handed over alive."""
+        for slot in self.cluster.living("rollout") if self._given else ():
+            for request in slot.engine.requests if slot.engine is not None else ():
+                name = "-".join(request.split("-")[:2])
+                source = self._given.get(name)
+                if source is not None and slot.process is not None and process_id(source) == slot.process.pid:
+                    self.problems.append(f"{source} generates {name}, which it has handed over")
+                    del self._given[name]
 
     def _see_weights(self, head: WeightsHead) -> None:
         before, self._published = self._published, head
@@ -83,6 +107,8 @@ class Oracle:
         problems = [*self.problems, *report.problems, *c.broken, *(f"untaken: {f}" for f in c.loop.faults)]
         for row in picture.experience:
             problems += check_tokens(row)
+        if c.plan.update == "interrupt":
+            self.interrupted = sum(len(set(row["span_version"])) > 1 for row in picture.experience)
         steps = sorted(m["step"] for m in picture.metrics if m["step"] >= 0)
         if steps != list(range(c.config.run.max_steps)):
             problems.append(f"steps recorded: {steps}, wanted {c.config.run.max_steps}")
@@ -92,6 +118,11 @@ class Oracle:
             if len(states) > 1:
                 problems.append(f"version {version} was trained to {len(states)} different weights")
         return problems
+
+
+def process_id(worker: str) -> int:
+    """Of a worker, from its id `kind-host-pid-random`."""
+    return int(worker.split("-")[2])
 
 
 def check_tokens(row: Mapping[str, Any]) -> list[str]:

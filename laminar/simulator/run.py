@@ -27,8 +27,8 @@ END_WITHIN_S = 400.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """`problems`: empty if all invariants held; `virtual_s`: how long the run took on its own clocks; `moved`:
-    trajectories that were handed over by repack."""
+    """`problems`: empty if all invariants held; `virtual_s`: how long the run took on its own clocks; `moved`,
+    `interrupted`, `rested`: as the oracle counts them."""
 
     seed: int
     problems: list[str]
@@ -36,6 +36,8 @@ class Outcome:
     virtual_s: float
     story: list[str] = field(repr=False)
     moved: int = 0
+    interrupted: int = 0
+    rested: int = 0
 
 
 def simulate(seed: int, *, without: frozenset[Kind] = frozenset()) -> Outcome:
@@ -73,7 +75,9 @@ async def _run(plan: Plan, loop: SimulationLoop) -> Outcome:
         task.cancel()
     await asyncio.gather(*background, return_exceptions=True)
     injected = {kind.value: n for kind, n in weather.injected.items()}
-    return Outcome(plan.seed, problems, injected, loop.now, cluster.story, oracle.moved)
+    return Outcome(
+        plan.seed, problems, injected, loop.now, cluster.story, oracle.moved, oracle.interrupted, oracle.rested
+    )
 
 
 async def _until_done(cluster: Cluster, weather: Weather, blowing: asyncio.Task[None]) -> bool:

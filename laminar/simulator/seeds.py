@@ -32,6 +32,8 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     virtual_s: float = 0.0
     moved: int = 0
+    interrupted: int = 0
+    rested: int = 0
     failed: list[Outcome] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -39,6 +41,8 @@ class Tally:
         self.faults.update(outcome.injected)
         self.virtual_s += outcome.virtual_s
         self.moved += outcome.moved
+        self.interrupted += outcome.interrupted
+        self.rested += outcome.rested
         if outcome.problems:
             self.failed.append(outcome)
 
@@ -129,7 +133,8 @@ def report(tally: Tally, real_s: float) -> str:
         f"{tally.seeds} seeds in {real_s:.0f} s ({3600 * tally.seeds / max(real_s, 1e-9):,.0f} an hour), "
         f"{tally.virtual_s / 3600:.1f} hours of virtual time",
         f"{total} faults: {counted or 'none'}",
-        f"{tally.moved} trajectories handed over by repack",
+        f"{tally.moved} trajectories handed over alive, {tally.interrupted} with weights changed under them, "
+        f"{tally.rested} rollouts sent to rest",
     ]
     if tally.failed:
         names = ", ".join(str(o.seed) for o in sorted(tally.failed, key=lambda o: o.seed)[:20])

@@ -7,7 +7,9 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from laminar.buffer.coordination import Delete, Put, Transaction
 from laminar.buffer.memory import Faults
+from laminar.buffer.records import Rest
 from laminar.simulator.cluster import Cluster, Slot
 from laminar.simulator.faults import Fault, Kind
 from laminar.simulator.process import CrashAt
@@ -19,7 +21,7 @@ class Weather:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.injected: Counter[Kind] = Counter()
-        self._endings: list[Callable[[], None]] = []
+        self._endings: list[Callable[[], object]] = []
 
     async def blow(self) -> None:
         """Inject all faults of the plan, each at its time."""
@@ -55,6 +57,8 @@ class Weather:
                 return True
             case Kind.BIT_FLIP:
                 return self._flip(fault)
+            case Kind.REST:
+                return self._rest(fault)
             case Kind.REPLY_OF_COMMIT | Kind.COMMIT_FAILS:
                 name = sorted(c.tables)[int(fault.choice * len(c.tables))]
                 c.say(f"fault: {fault.kind.value} of {name}")
@@ -130,6 +134,19 @@ class Weather:
         if leases:
             self.cluster.etcd.revoke(leases[int(fault.choice * len(leases))])
 
+    def _rest(self, fault: Fault) -> bool:
+        """A rollout is found slow, as `slowness.slow` would in a longer run; its rest ends sooner, too."""
+        etcd, keys = self.cluster.etcd, self.cluster.keys
+        living = [kv.key.rsplit("/", 1)[-1] for kv in etcd.page(keys.workers("rollout"), "", 100, 0).items]
+        if not living:
+            return False
+        worker = living[int(fault.choice * len(living))]
+        self.cluster.say(f"fault: {worker} is sent to rest for {fault.duration:.1f} s")
+        rest = Put(keys.rest(worker), Rest(reason="a fault", until_us=0).dump())
+        etcd.transact(Transaction((), (rest,)))
+        self._later(fault.duration, lambda: etcd.transact(Transaction((), (Delete(rest.key),))))
+        return True
+
     def _power_cut(self, fault: Fault) -> None:
         """The machine with everything on it: what was not synced is lost, or zeroed; etcd's data is kept."""
         c = self.cluster
@@ -158,7 +175,7 @@ class Weather:
         c.disk.flip(path, offset, source.randrange(8))
         return True
 
-    def _later(self, seconds: float, ending: Callable[[], None]) -> None:
+    def _later(self, seconds: float, ending: Callable[[], object]) -> None:
         """End something after a time, or when the weather calms down."""
         self._endings.append(ending)
         self.cluster.loop.call_later(seconds, ending)

@@ -56,8 +56,6 @@ class Repacker:
         self.cursor = Mirror(run.coordination, run.keys.cursor, exact=True)
         self.moves = Mirror(run.coordination, run.keys.moves_root)
         self.rests = Mirror(run.coordination, run.keys.rests_root)
-        self.plans = 0
-        self.moved = 0
         self._numbers = itertools.count()
         self._parsed: dict[str, tuple[int, Load]] = {}
         self._first_seen: dict[tuple[str, int], float] = {}
@@ -178,8 +176,6 @@ class Repacker:
             if not await self.ledger.guarded_put(key, record, absent(key)):
                 await self.ledger.check_fence()
                 continue
-            self.plans += 1
-            self.moved += len(items)
             self._standing[key] = now, {source, *targets}
         self._leave_alone(now)
 

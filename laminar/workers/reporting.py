@@ -103,6 +103,7 @@ class Reporter:
             decode_tokens_per_s=self._rate(),
             draining=draining,
             finished=self.finished,
+            tokens=r.generation.tokens,
             batch_limit=limit,
             step_s=round(load.step_s, 6),
             prefill_tokens_per_s=round(load.prefill_tokens_per_s, 1),

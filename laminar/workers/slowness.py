@@ -1,17 +1,17 @@
 """Which rollouts are much slower than others of their kind: a pure decision over what they reported for half a minute.
 
 A machine that throttles, swaps or shares its device with something else holds each trajectory that it has for many
-times as long as any other would. Compared is the decode rate of each trajectory, and only with rollouts that run at
-least half as many: a larger batch is never faster for the single trajectory, so whoever is slower than they are is
-slow for another reason.
+times as long as any other would. Compared are tokens for each second that a trajectory spent in the engine, and only
+with rollouts that run at least half as many: a larger batch is never faster for the single trajectory, so whoever is
+slower than they are is slow for another reason.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from statistics import fmean
 
 import numpy as np
 
@@ -27,10 +27,10 @@ MAX_RESTING = 1 / 3
 
 @dataclass(frozen=True)
 class Sample:
-    """A report at `at` seconds: tokens a second, trajectories in the engine."""
+    """A report at `at` seconds: tokens generated so far, trajectories in the engine."""
 
     at: float
-    rate: float
+    tokens: int
     running: int
 
 
@@ -41,25 +41,31 @@ class Window:
     samples: deque[Sample] = field(default_factory=deque)
 
     def add(self, at: float, load: Load) -> None:
-        self.samples.append(Sample(at, load.decode_tokens_per_s, load.running))
+        if load.evaluating:
+            self.samples.clear()  # what an evaluation generates runs in the engine, and is not among these tokens
+            return
+        self.samples.append(Sample(at, load.tokens, load.running))
         while self.samples[0].at < at - WINDOW_S:
             self.samples.popleft()
 
     @property
     def telling(self) -> bool:
-        """It was busy all the time, and not with ever more: the rate that is reported lags behind a growing batch."""
+        """It was seen for nearly the whole time, and busy for half of it."""
         s = self.samples
         whole = len(s) > 2 and s[-1].at - s[0].at >= 0.8 * WINDOW_S
-        return whole and all(x.running for x in s) and max(x.running for x in s) <= 1.5 * s[0].running
+        return whole and 2 * sum(x.running > 0 for x in s) >= len(s)
 
     @property
     def running(self) -> float:
-        return fmean(x.running for x in self.samples)
+        """Mean over time."""
+        seconds = sum((b.at - a.at) * (a.running + b.running) / 2 for a, b in itertools.pairwise(self.samples))
+        return seconds / (self.samples[-1].at - self.samples[0].at)
 
     @property
     def rate_each(self) -> float:
         """Tokens a second of one trajectory."""
-        return fmean(x.rate for x in self.samples) / self.running
+        made = self.samples[-1].tokens - self.samples[0].tokens
+        return made / (self.running * (self.samples[-1].at - self.samples[0].at))
 
 
 def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:

@@ -15,6 +15,10 @@ from laminar.buffer.memory_table import MemoryTable
 from laminar.buffer.session import Leadership, Session, transact_or_read_back
 from laminar.simulator.engine import SimEngine
 from laminar.workers import outbox
+from laminar.workers.halting import Halting
+from laminar.workers.loading import Loader
+from laminar.workers.rollout import Rollout
+from laminar.workers.trajectory import Trajectory
 
 
 @contextlib.contextmanager
@@ -98,6 +102,60 @@ def stale_version_reported() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def hand_over_without_claim() -> Iterator[None]:
+    """A change of owner does not compare the claim: it overwrites whatever became of the trajectory meanwhile."""
+    real = claims.hand_over_transaction
+
+    def blind(keys: Any, guard: Any, held: Any, claim: Any, *only_if: Any) -> Transaction:
+        whole = real(keys, guard, held, claim, *only_if)
+        return replace(whole, compare=tuple(c for c in whole.compare if c.key != held.kv.key))
+
+    with patch.object(claims, "hand_over_transaction", blind):
+        yield
+
+
+@contextlib.contextmanager
+def source_goes_on() -> Iterator[None]:
+    """Whoever has handed a trajectory over begins it again: source and target both go on."""
+    real = Rollout.gave
+
+    def gave(self: Rollout, trajectory: Trajectory) -> None:
+        real(self, trajectory)
+        trajectory.halting = False
+        self._start(trajectory)
+
+    with patch.object(Rollout, "gave", gave):
+        yield
+
+
+@contextlib.contextmanager
+def source_does_not_stop() -> Iterator[None]:
+    """Trajectories are handed over while the engine still generates them."""
+
+    async def stop(self: Halting, trajectories: Any, within_s: float) -> list[Trajectory]:
+        return list(trajectories)
+
+    with patch.object(Halting, "stop", stop):
+        yield
+
+
+@contextlib.contextmanager
+def swap_not_told() -> Iterator[None]:
+    """What goes on under new weights is still said to be written by the old ones."""
+    real = Loader.swap
+
+    async def swap(self: Loader, version: int) -> bool:
+        before = [(t, t.version, t.digest) for t in self.rollout.live.values()]
+        got_on = await real(self, version)
+        for t, old, digest in before:
+            t.version, t.digest = old, digest
+        return got_on
+
+    with patch.object(Loader, "swap", swap):
+        yield
+
+
 MUTATIONS = {
     m.__name__: m
     for m in (
@@ -106,5 +164,9 @@ MUTATIONS = {
         claim_deleted_before_durable,
         batch_decided_twice,
         stale_version_reported,
+        hand_over_without_claim,
+        source_goes_on,
+        source_does_not_stop,
+        swap_not_told,
     )
 }

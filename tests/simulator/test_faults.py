@@ -74,4 +74,5 @@ def test_the_report_counts_faults_and_names_failing_seeds() -> None:
     tally.add(outcome)
     tally.add(type(outcome)(9, ["broken"], {"kill": 2}, 3.0, []))
     text = report(tally, 2.0)
+    assert "rollouts sent to rest" in text
     assert "2 seeds in 2 s" in text and "1 seeds broke an invariant: 9" in text and "2 kill" in text

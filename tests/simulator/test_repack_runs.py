@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from laminar.buffer.coordination import Change
-from laminar.buffer.records import Claim, LeaderRecord, Move, Moves
+from laminar.buffer.records import Claim, LeaderRecord, Load, Move, Moves
 from laminar.config import Config, config_from
 from laminar.simulator import cluster, run
 from laminar.simulator.cluster import Cluster
+from laminar.simulator.environment import SimHost
 from laminar.simulator.faults import Plan
 from laminar.simulator.process import SimProcess
 from laminar.simulator.run import Outcome, describe, simulate
+from laminar.workers.environments.base import Prompt, Score, Transcript
 
 Script = Callable[[Cluster], Awaitable[None]]
 Simulated = Callable[..., Outcome]
@@ -113,6 +115,7 @@ def test_a_death_at_any_moment_of_a_move_loses_nothing(simulated: Simulated, vic
 def test_a_plan_with_a_target_that_is_gone_moves_nothing(simulated: Simulated) -> None:
     """What is refused goes on where it runs, and the key does not stay."""
     left: list[str] = []
+    plans: list[str] = []
 
     async def mislead(cluster: Cluster) -> None:
         keys = cluster.keys
@@ -128,13 +131,14 @@ def test_a_plan_with_a_target_that_is_gone_moves_nothing(simulated: Simulated) -
                 targets={"rollout-sim-1-gone": 1},
             )  # fmt: skip
             if owner:
+                plans.append(owner)
                 await cluster.outside.put(keys.moves(owner), record.dump())
         await asyncio.sleep(8.0)
         left.extend(kv.key for kv in cluster.etcd.page(keys.moves_root, "", 100, 0).items)
 
     outcome = simulated(2, mislead, steps=10, repack_interval=0.0)
     assert not outcome.problems and outcome.moved == 0, describe(outcome)
-    assert not left
+    assert plans and not left
 
 
 def test_half_of_the_rollouts_leave_and_come_back(simulated: Simulated) -> None:
@@ -172,3 +176,78 @@ def test_half_of_the_rollouts_leave_and_come_back(simulated: Simulated) -> None:
 def test_interrupted_trajectories_span_versions_and_nothing_drains(simulated: Simulated, seed: int) -> None:
     outcome = simulated(seed, update="interrupt")
     assert not outcome.problems and outcome.moved == 0, describe(outcome)
+    assert outcome.interrupted > 0
+
+
+def test_a_target_that_is_told_to_leave_hands_on_what_has_just_come_to_it(simulated: Simulated) -> None:
+    """A move is no death, nor is a graceful stop, wherever the trajectory is at that moment."""
+    deaths: list[int] = []
+    left: list[str] = []
+
+    async def follow(cluster: Cluster) -> None:
+        async def came(change: Change) -> None:
+            worker = change.key.split("/")[-2]
+            process = process_of(cluster, worker)
+            if change.kv is not None and process is not None and not left:
+                left.append(worker)
+                next(s for s in cluster.slots if s.process is process).stop.set()
+
+        async def claimed(change: Change) -> None:
+            if change.kv is not None:
+                deaths.append(Claim.parse(change.kv.value).deaths)
+
+        await asyncio.gather(
+            changes(cluster, cluster.keys.inbox_root, came), changes(cluster, cluster.keys.claims, claimed)
+        )
+
+    for seed in range(4):
+        outcome = simulated(seed, follow)
+        assert not outcome.problems, describe(outcome)
+        assert max(deaths) == 0, describe(outcome)
+        if left:
+            return
+    pytest.fail("nothing moved in four runs")
+
+
+def test_a_slow_reward_does_not_keep_a_rollout_from_the_newest_version(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is scored needs no engine any more."""
+    real = SimHost.score
+
+    async def score(host: SimHost, prompt: Prompt, transcript: Transcript) -> Score:
+        await asyncio.sleep(3.0)
+        return await real(host, prompt, transcript)
+
+    monkeypatch.setattr(SimHost, "score", score)
+    ahead: list[str] = []
+
+    async def watch(cluster: Cluster) -> None:
+        async def reported(change: Change) -> None:
+            worker = change.key.rsplit("/", 1)[-1]
+            if change.kv is None:
+                return
+            claims = [Claim.parse(kv.value) for kv in cluster.etcd.page(cluster.keys.claims, "", 1000, 0).items]
+            if any(c.version < Load.parse(change.kv.value).version for c in claims if c.owner == worker):
+                ahead.append(worker)
+
+        await changes(cluster, cluster.keys.load("rollout", ""), reported)
+
+    outcome = simulated(0, watch, repack_interval=0.0, long_tails=False)
+    assert not outcome.problems, describe(outcome)
+    assert ahead
+
+
+def test_a_slow_rollout_is_noticed_and_its_trajectories_go_to_the_others(simulated: Simulated) -> None:
+    """From the reports of real workers, which take new versions all the time."""
+    slowed: list[SimProcess | None] = []
+
+    async def slow_down(cluster: Cluster) -> None:
+        while cluster.slots[2].engine is None or cluster.slots[2].kind != "rollout":
+            await asyncio.sleep(0.1)
+        cluster.slots[2].engine.step_s = (1.0, 2.0)
+        slowed.append(cluster.slots[2].process)
+
+    outcome = simulated(0, slow_down, steps=60, rollouts=4, repack_interval=0.0)
+    assert not outcome.problems, describe(outcome)
+    assert slowed and outcome.rested == 1 and outcome.moved > 0, describe(outcome)

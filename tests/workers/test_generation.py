@@ -471,6 +471,7 @@ async def test_a_halted_trajectory_stops_with_all_that_was_generated(stage: Stag
     engine.aborted.clear()
     finished = await stage.run(engine, Host())
     assert finished.text == "cba" and engine.requests[1]["tokens"][-1:] == stage.encode("c")
+    assert stage.generation.tokens == len(stage.encode("ba" + stage.end)), "what was there already is not made twice"
 
 
 async def test_one_that_was_aborted_and_need_not_stop_any_more_goes_on(stage: Stage) -> None:

@@ -9,7 +9,7 @@ import pytest
 from world import KEYS, World, kill
 
 from laminar.buffer.keys import trajectory_name
-from laminar.buffer.records import Load, Moves, Rest, WeightsHead
+from laminar.buffer.records import Cursor, Load, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Member
 from laminar.workers.manager import Manager
 from laminar.workers.repacking import PLAN_S, REST_S
@@ -142,10 +142,10 @@ async def test_a_slow_rollout_rests_its_trajectories_go_and_it_gets_another_chan
     await fleet.publish(3)
 
     async def report(seconds: float) -> None:
-        for _ in range(int(seconds)):
+        for second in range(int(seconds)):
             for name, rate in (("r-a", 80.0), ("r-b", 82.0), ("r-c", 78.0), ("r-slow", 9.0)):
                 resting = name == "r-slow" and fleet.world.server.get(KEYS.rest(name)) is not None
-                load = {"decode_tokens_per_s": rate, "draining": resting, "resting": resting}
+                load = {"tokens": round(rate * second), "draining": resting, "resting": resting}
                 await fleet.report(name, *[100] * 8, **load, **({} if resting else {"tail": {}}))
             await asyncio.sleep(1.0)
 
@@ -170,4 +170,83 @@ async def test_plans_of_the_dead_are_cleaned_away() -> None:
     assert fleet.moves()
     kill(fleet.members["r-b"])
     await fleet.manager.cleaner.clean()
+    assert not fleet.moves()
+
+
+async def test_who_had_part_in_a_plan_is_planned_for_again_as_soon_as_it_is_carried_out() -> None:
+    """Most plans are carried out before the manager looks again; nobody is to wait for their deadline then."""
+    fleet = await Fleet.assemble(repack_interval=1.0)
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    running = asyncio.create_task(fleet.run(12.0))
+    await asyncio.sleep(0.1)
+    coordination = fleet.manager.run_info.coordination
+    assert await coordination.delete(KEYS.moves("r-b")), "carried out at once"
+    await fleet.report("r-b", 0, version=4, draining=False, tail={})
+    await fleet.report("r-c", 200)
+    await asyncio.sleep(1.5)
+    assert not fleet.moves(), "its target's report does not tell yet what came of it"
+    await asyncio.sleep(4.0)
+    assert set(fleet.moves()) == {"r-c"}
+    await running
+
+
+async def test_the_plan_of_an_earlier_manager_keeps_its_target_to_itself() -> None:
+    """Else a new manager would fill it with what others have, beside what is on its way to it."""
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await fleet.run(1.5)
+    assert set(fleet.moves()) == {"r-b"}
+    kill(fleet.manager.member)
+    fleet.manager = await fleet.world.manager("relay-2")
+    await fleet.report("r-c", 200)
+    await fleet.run(PLAN_S - 1)
+    assert set(fleet.moves()) == {"r-b"}
+
+
+async def test_a_plan_whose_target_has_just_gone_is_not_written() -> None:
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    repacker = fleet.manager.repacker
+    async with fleet.manager.rollouts, fleet.manager.loads:
+        loads = repacker._living_loads()
+        del fleet.manager.rollouts.items[KEYS.worker("rollout", "r-a")]
+        repacker._published = 4
+        await repacker._plan(0.0, loads)
+    assert not fleet.moves()
+
+
+@pytest.mark.parametrize("left", [True, False])
+async def test_nobody_is_emptied_for_whom_nothing_is_left_to_draw(left: bool) -> None:
+    """At the end of a run: the others would only become slower."""
+    fleet = await Fleet.assemble()
+    decided = 0 if left else fleet.world.config.run.max_steps
+    head = TrainerHead(step=decided, decided=decided, checkpoint=0, consumed_groups=0, state="running")
+    await fleet.manager.run_info.coordination.put(KEYS.trainer, head.dump())
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await fleet.run(1.5)
+    assert bool(fleet.moves()) is left
+
+
+async def test_rollouts_that_draw_and_have_room_take_what_can_be_drawn_first() -> None:
+    fleet = await Fleet.assemble(max_running=64)
+    ahead, samples = fleet.world.config.max_ahead_groups, fleet.world.config.sampling.samples_per_prompt
+    coordination = fleet.manager.run_info.coordination
+    head = TrainerHead(step=0, decided=0, checkpoint=0, consumed_groups=0, state="running")
+    await coordination.put(KEYS.trainer, head.dump())
+    await coordination.put(KEYS.cursor, Cursor(next=ahead, by="").dump())
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    coming = fleet.world.config.trainer.groups_per_step * samples
+    for number in range(-(-coming // 64)):
+        await fleet.report(f"r-{number}", version=4, draining=False)
+    await fleet.run(1.5)
     assert not fleet.moves()

@@ -52,7 +52,9 @@ def test_an_evaluation_runs_beside_generation_and_pins_the_version() -> None:
 
 
 def test_a_stopping_rollout_begins_nothing() -> None:
-    assert steer(replace(FRESH, stopping=True)).do is Do.WAIT
+    """Nor does it take over what has just come: it would leave with it."""
+    for view in (FRESH, replace(FRESH, inbox=(3,)), replace(FRESH, evaluations=(3,)), replace(FRESH, newest=4)):
+        assert steer(replace(view, stopping=True)).do is Do.WAIT
 
 
 def test_a_resting_rollout_draws_nothing_and_finishes_what_comes() -> None:

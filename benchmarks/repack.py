@@ -1,18 +1,21 @@
-"""What repack gains and costs: the same run with it on and off by turns, three rollouts with long-tailed lengths.
+"""What repack gains and costs: the same run with it on and off by turns, several rollouts with long-tailed lengths.
 
-    python benchmarks/repack.py                       # two runs of each, a few minutes on two cores
+    python benchmarks/repack.py                       # two runs of each, some minutes each on two cores
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
     python benchmarks/repack.py --engine vllm --longest 84 --median 12 --step-s 0.2   # the model has 128 positions
+    python benchmarks/repack.py --virtual --rounds 8 # the same workers in virtual time: seconds a run, nothing is late
 
-Everything is real (`laminar run`: etcd, relay, trainer, three rollout processes of the tiny model on the reference
-engine or on vLLM), but for the time that a decode step takes and where a trajectory ends:
-`long_tails/sitecustomize.py` stretches each step to a latency curve of its own by sleeping, so that three engines on
-two cores do not take from each other, and draws lengths from a log-normal distribution. The share of steps that took
-longer than their curve is printed, and should be near nothing.
+Everything is real (`laminar run`: etcd, relay, trainer, rollout processes of the tiny model on the reference engine or
+on vLLM), but for the time that a decode step takes and where a trajectory ends: `long_tails/sitecustomize.py` stretches
+each step to a latency curve of its own by sleeping, so that several engines on two cores do not take from each other,
+and draws lengths from a log-normal distribution. The share of steps that took longer than their curve is printed, and
+should be near nothing. With `--virtual` the same workers run on the simulator's twins (`repack_virtual.py`), on the same
+curve and with the same lengths.
 
 Printed for each run: tokens a second of all rollouts (from the first trajectory's start to the last one's end), mean KV
-use, seconds from a publish until a rollout holds that version or a newer one, staleness of what was trained on,
-trajectories moved, tokens prefilled again; then the medians and their ratios on / off.
+use, the share of time for which rollouts drain, seconds from a publish until a rollout holds that version or a newer
+one, staleness of what was trained on, trajectories moved, seconds from a hand-over until the new owner goes on, tokens
+prefilled again; then the medians and their ratios on / off.
 """
 
 from __future__ import annotations
@@ -29,13 +32,16 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import lance
+import pyarrow as pa
+from repack_virtual import run_virtual
 
 from laminar.buffer.coordination import Change, Coordination
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.keys import Keys
-from laminar.buffer.records import Load, WeightsHead
+from laminar.buffer.records import Claim, Load, WeightsHead
 
 HERE = Path(__file__).resolve().parent
 NAME = "repack"
@@ -50,24 +56,39 @@ class Seen:
     held: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """By rollout: when it first reported which version."""
     kv: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    draining: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     last: dict[str, Load] = field(default_factory=dict)
-    plans: int = 0
+    claims: dict[str, Claim] = field(default_factory=dict)
+    handed: dict[str, float] = field(default_factory=dict)
+    moves: list[float] = field(default_factory=list)
+    """Seconds from each hand-over until its new owner goes on."""
 
-    def take(self, change: Change, keys: Keys) -> None:
+    def take(self, change: Change, keys: Keys, now: float) -> None:
+        if change.key.startswith(keys.claims):
+            self._take_claim(change, now)
         if change.kv is None:
             return
-        now = time.monotonic()
         if change.key == keys.weights:
             self.published.setdefault(WeightsHead.parse(change.kv.value).version, now)
-        elif change.key.startswith(keys.moves_root):
-            self.plans += 1
         elif change.key.startswith(keys.load("rollout", "")):
             load, rollout = Load.parse(change.kv.value), change.key.rsplit("/", 1)[-1]
             self.last[rollout] = load
             self.kv.setdefault(rollout, []).append((now, load.kv_tokens / load.kv_capacity))
+            self.draining.setdefault(rollout, []).append((now, float(load.draining)))
             held = self.held.setdefault(rollout, [])
             if not held or held[-1][1] != load.version:
                 held.append((now, load.version))
+
+    def _take_claim(self, change: Change, now: float) -> None:
+        before = self.claims.pop(change.key, None)
+        if change.kv is None:
+            self.handed.pop(change.key, None)
+            return
+        after = self.claims[change.key] = Claim.parse(change.kv.value)
+        if before and before.owner and after.owner not in ("", before.owner) and before.deaths == after.deaths:
+            self.handed[change.key] = now
+        elif after.state == "generating" and change.key in self.handed:
+            self.moves.append(now - self.handed.pop(change.key))
 
     def switches(self) -> list[float]:
         """Seconds from each publish (but the first, at which engines start) to each rollout that came to it."""
@@ -79,25 +100,27 @@ class Seen:
                     result.append(max(0.0, reached[0] - at))
         return result
 
-    def kv_share(self) -> float:
-        """Mean over time and rollouts, between the first and the last publish."""
+    def mean(self, figures: dict[str, list[tuple[float, float]]]) -> float:
+        """Of `kv` or `draining`: over time and rollouts, between the first and the last publish."""
         first, last = min(self.published.values()), max(self.published.values())
         total = 0.0
-        for points in self.kv.values():
+        for points in figures.values():
             for (at, share), (until, _) in itertools.pairwise(points):
                 total += share * max(0.0, min(until, last) - max(at, first))
-        return total / max(1e-9, (last - first) * len(self.kv))
+        return total / max(1e-9, (last - first) * len(figures))
 
 
 @dataclass(frozen=True)
 class Result:
     tokens_per_s: float
     kv_share: float
+    draining: float
     switch_s: float
     switch_p90_s: float
     staleness: float
     staleness_max: float
     moved: int
+    move_s: float
     refilled: int
     late_steps: float
 
@@ -105,10 +128,10 @@ class Result:
 async def observe(coordination: Coordination, keys: Keys, seen: Seen) -> None:
     async for event in coordination.watch(keys.prefix):
         if isinstance(event, Change):
-            seen.take(event, keys)
+            seen.take(event, keys, time.monotonic())
         else:
             for kv in event.snapshot.items:
-                seen.take(Change(kv.key, kv, kv.mod_revision), keys)
+                seen.take(Change(kv.key, kv, kv.mod_revision), keys, time.monotonic())
 
 
 def appeared(path: Path) -> str:
@@ -121,16 +144,19 @@ def appeared(path: Path) -> str:
     return path.read_text().strip()
 
 
-async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Result:
-    store, log = root / "store", root / "output.log"
-    settings = {
-        "run.name": NAME, "rollout.engine": asked.engine, "run.store": store, "run.max_steps": asked.steps,
-        "rollout.workers": asked.rollouts, "rollout.max_running": asked.running,
+def settings_of(interval: float, asked: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "run.max_steps": asked.steps, "rollout.workers": asked.rollouts, "rollout.max_running": asked.running,
         "rollout.max_model_len": asked.longest + 40, "rollout.repack_interval": interval,
         "sampling.max_tokens": asked.longest, "sampling.samples_per_prompt": 4,
         "trainer.groups_per_step": asked.groups, "trainer.max_ahead_groups": asked.ahead, "trainer.threads": 1,
         "trainer.checkpoint_every": 1000, "evaluation.size": 0,
     }  # fmt: skip
+
+
+async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Result:
+    store, log = root / "store", root / "output.log"
+    settings = {"run.name": NAME, "run.store": store, "rollout.engine": asked.engine, **settings_of(interval, asked)}
     command = [sys.executable, "-m", "laminar.cli", "run", str(HERE.parent / "examples" / "tiny.toml"), "--plain"]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value, default=str)}"]
@@ -163,42 +189,53 @@ async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Res
             await process.wait()
     if ended:
         raise SystemExit(f"the run ended with {ended}:\n{log.read_text(errors='replace')[-2000:]}")
-    return result_of(store, seen)
-
-
-def result_of(store: Path, seen: Seen) -> Result:
     columns = ["token_ids", "started_at", "finished_at"]
-    rows = lance.dataset(str(store / "experience.lance")).to_table(columns=columns).to_pylist()
-    seconds = (max(r["finished_at"] for r in rows) - min(r["started_at"] for r in rows)).total_seconds()
-    staleness = lance.dataset(str(store / "steps.lance")).to_table(columns=["staleness"])["staleness"].to_pylist()
-    switches = sorted(seen.switches())
+    rows = lance.dataset(str(store / "experience.lance")).to_table(columns=columns)
+    steps = lance.dataset(str(store / "steps.lance")).to_table(columns=["staleness"])
     told = re.findall(
         r"long tails: (\d+) of (\d+) steps",
         "\n".join(p.read_text(errors="replace") for p in (store / "logs").glob("rollout*.log")),
     )
+    return result_of(rows, steps, seen, max((int(late) / int(of) for late, of in told), default=0.0))
+
+
+def result_of(experience: pa.Table, steps: pa.Table, seen: Seen, late_steps: float) -> Result:
+    rows = experience.to_pylist()
+    seconds = (max(r["finished_at"] for r in rows) - min(r["started_at"] for r in rows)).total_seconds()
+    staleness = steps["staleness"].to_pylist()
+    switches = sorted(seen.switches())
     return Result(
         tokens_per_s=sum(len(r["token_ids"]) for r in rows) / seconds,
-        kv_share=seen.kv_share(),
+        kv_share=seen.mean(seen.kv),
+        draining=seen.mean(seen.draining),
         switch_s=statistics.fmean(switches),
         switch_p90_s=switches[int(0.9 * (len(switches) - 1))],
         staleness=statistics.fmean(staleness),
         staleness_max=max(staleness),
         moved=sum(load.moved_out for load in seen.last.values()),
+        move_s=statistics.median(seen.moves or [0.0]),
         refilled=sum(load.refilled_tokens for load in seen.last.values()),
-        late_steps=max((int(late) / int(steps) for late, steps in told), default=0.0),
+        late_steps=late_steps,
     )
 
 
 def line(name: str, r: Result) -> str:
     return (
-        f"{name:<8}{r.tokens_per_s:8.0f} tokens/s   KV {r.kv_share:6.1%}   to the newest version {r.switch_s:5.2f} s "
-        f"(p90 {r.switch_p90_s:5.2f})   staleness {r.staleness:4.2f} (max {r.staleness_max:.0f})   moved {r.moved:4d}, "
-        f"{r.refilled:6d} tokens prefilled again   late steps {r.late_steps:.1%}"
+        f"{name:<7}{r.tokens_per_s:7.0f} tokens/s   KV {r.kv_share:6.1%}   draining {r.draining:4.0%}   "
+        f"to the newest version {r.switch_s:5.2f} s (p90 {r.switch_p90_s:5.2f})   staleness {r.staleness:4.2f} "
+        f"(max {r.staleness_max:.0f})   moved {r.moved:4.0f} in {r.move_s:.2f} s each, {r.refilled:6.0f} tokens "
+        f"prefilled again   late steps {r.late_steps:.1%}"
     )
 
 
 def middle(results: list[Result]) -> Result:
     return Result(**{name: statistics.median(getattr(r, name) for r in results) for name in vars(results[0])})
+
+
+def virtual(interval: float, asked: argparse.Namespace, seed: int) -> Result:
+    seen = Seen()
+    experience, steps = run_virtual(settings_of(interval, asked), asked, seed, seen.take)
+    return result_of(experience, steps, seen, 0.0)
 
 
 async def main() -> None:
@@ -216,13 +253,17 @@ async def main() -> None:
     parser.add_argument("--step-s", type=float, default=0.05, help="seconds of a decode step of one trajectory")
     parser.add_argument("--knee", type=int, default=16, help="the batch at which it takes half as long again")
     parser.add_argument("--prefill", type=float, default=10_000.0, help="tokens prefilled a second")
+    parser.add_argument("--virtual", action="store_true", help="in virtual time, on the simulator's twins")
     parser.add_argument("--interval", type=float, default=1.0, help="rollout.repack_interval of the runs with repack")
     asked = parser.parse_args()
     results: dict[str, list[Result]] = {"on": [], "off": []}
     for number in range(asked.rounds):
         for name, interval in (("on", asked.interval), ("off", 0.0)):
-            with tempfile.TemporaryDirectory(prefix="repack-benchmark-") as folder:
-                results[name].append(await one_run(Path(folder), interval, asked))
+            if asked.virtual:
+                results[name].append(await asyncio.to_thread(virtual, interval, asked, number))
+            else:
+                with tempfile.TemporaryDirectory(prefix="repack-benchmark-") as folder:
+                    results[name].append(await one_run(Path(folder), interval, asked))
             print(line(f"{name} {number}", results[name][-1]), flush=True)
     on, off = middle(results["on"]), middle(results["off"])
     print(line("on", on))

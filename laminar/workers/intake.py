@@ -39,14 +39,16 @@ class Intake:
         )
         self.lengths = LengthBias()
         self._scanned = -1
+        self._looked = False
         self._forgiven = 0
         self._recent: deque[tuple[str, str]] = deque(maxlen=ERROR_WINDOW)
 
     async def scan(self) -> None:
         """Take in what was committed since the last look."""
-        # Not of all that was ever committed: a resumed run may have millions of rows.
-        lengths = ["policy_mask"] if self._scanned >= 0 else []
+        # Not of all that was committed before this trainer: a resumed run may have millions of rows.
+        lengths = ["policy_mask"] if self._looked else []
         rows = await self.experience.scan_since(self._scanned, [*OUTCOME_COLUMNS, *lengths])
+        self._looked = True
         if rows.num_rows == 0:
             return
         if lengths:

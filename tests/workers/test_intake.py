@@ -92,3 +92,14 @@ async def test_a_rejected_group_is_replaced_by_a_later_one() -> None:
     selection = select(seen.intake.open, GROUPS_A_STEP, "replace")
     assert selection is not None
     assert (selection.trained, dict(selection.retired)) == ((0, 2), {1: "no_signal"})
+
+
+async def test_lengths_count_from_the_trainers_first_look_on() -> None:
+    """The first that end are the short ones: left out of the finished, they would be missed there alone. What was
+    committed before this trainer came is not read again."""
+    fresh, resumed = Experience("count"), Experience("count")
+    await fresh.intake.scan()
+    await fresh.commit(1, (0.0, 1.0))
+    assert fresh.intake.lengths.consumed([])["length_finished_mean"] == 0.0
+    await resumed.commit(1, (0.0, 1.0))
+    assert resumed.intake.lengths.consumed([])["length_finished_mean"] is None

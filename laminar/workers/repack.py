@@ -88,9 +88,6 @@ class Draining:
         """Tokens in its KV cache if all that it has grew to its end before anything of it ended."""
         return self.used + sum(t.growth for t in self.tail)
 
-    def fits(self) -> bool:
-        return self.expected <= MAX_KV_SHARE * self.kv_capacity and len(self.tail) <= self.batch_limit
-
     def is_candidate(self) -> bool:
         """Nothing waits in it, and it is below both limits: the tail of a drain, not its bulk."""
         below = self.used < MAX_KV_SHARE * self.kv_capacity and len(self.tail) < self.batch_limit

@@ -118,12 +118,13 @@ class Reporter:
         )
 
     def _tail(self, limit: int) -> dict[str, tuple[int, int]]:
-        """Of what generates; all of a rollout that rests, since all of it is to go."""
+        """Of what generates: of a rollout that drains all or nothing, since it is emptied or left alone; of one that rests
+        as many as can be named, the others next time."""
         r = self.rollout
         generating = [t for t in r.live.values() if t.turn_state == "generating" and t.prompt_ids]
-        if len(generating) > (MOST_NAMED if r.resting else min(limit, MOST_NAMED)):
+        if len(generating) > min(limit, MOST_NAMED) and not r.resting:
             return {}
-        return {t.name: (len(t.prompt_ids) + len(t.token_ids), self._growth(t)) for t in generating}
+        return {t.name: (len(t.prompt_ids) + len(t.token_ids), self._growth(t)) for t in generating[:MOST_NAMED]}
 
     def _growth(self, t: Trajectory) -> int:
         return self.lengths.growth(t.policy_tokens, self.rollout.generation.budget(t))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from laminar.buffer.records import Load
-from laminar.workers.reporting import REMEMBERED, Lengths, changed, flipped
+from laminar.workers.reporting import MOST_NAMED, REMEMBERED, Lengths, Reporter, changed, flipped
 
 
 def lengths(*values: int) -> Lengths:
@@ -54,3 +57,26 @@ def test_a_change_by_more_than_a_tenth_is_worth_a_report() -> None:
     assert changed(LOAD, LOAD.model_copy(update={"waiting": 1}))
     assert changed(LOAD, LOAD.model_copy(update={"tail": {}}))
     assert not changed(LOAD, LOAD.model_copy(update={"tail": {"000000000001-000": (105, 45)}}))
+
+
+def reporter(trajectories: int, *, resting: bool = False) -> Reporter:
+    live = {
+        (0, n): SimpleNamespace(
+            name=f"000000000000-{n:03d}", turn_state="generating", prompt_ids=[1] * 10, token_ids=[2] * n, policy_tokens=n
+        )
+        for n in range(trajectories)
+    }
+    rollout: Any = SimpleNamespace(live=live, resting=resting, generation=SimpleNamespace(budget=lambda t: 100))
+    return Reporter(rollout)
+
+
+def test_a_tail_is_named_wholly_or_not_at_all() -> None:
+    """What is not emptied gains nothing."""
+    assert len(reporter(8)._tail(limit=8)) == 8
+    assert reporter(9)._tail(limit=8) == {}
+    assert reporter(MOST_NAMED + 1)._tail(limit=2 * MOST_NAMED) == {}
+    assert reporter(3)._tail(limit=8)["000000000000-002"] == (12, 16)
+
+
+def test_one_that_rests_names_what_it_can_and_the_others_when_these_have_gone() -> None:
+    assert len(reporter(MOST_NAMED + 1, resting=True)._tail(limit=8)) == MOST_NAMED

@@ -133,7 +133,7 @@ class Repacker:
             max_staleness=config.trainer.max_staleness,
         )
         drawing = [load for load in loads.values() if load.version == self._published and not load.draining]
-        room = sum(max(0, self.config.max_running - load.running - load.waiting) for load in drawing)
+        room = sum(max(0, load.batch_limit - load.running - load.waiting) for load in drawing)
         return groups * config.sampling.samples_per_prompt - room
 
     async def _plan(self, now: float, loads: dict[str, Load]) -> None:

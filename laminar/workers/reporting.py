@@ -118,8 +118,8 @@ class Reporter:
         )
 
     def _tail(self, limit: int) -> dict[str, tuple[int, int]]:
-        """Of what generates: of a rollout that drains all or nothing, since it is emptied or left alone; of one that rests
-        as many as can be named, the others next time."""
+        """Of what generates: of a rollout that drains all or nothing, since it is emptied or left alone; of one that
+        rests as many as can be named, the others next time."""
         r = self.rollout
         generating = [t for t in r.live.values() if t.turn_state == "generating" and t.prompt_ids]
         if len(generating) > min(limit, MOST_NAMED) and not r.resting:

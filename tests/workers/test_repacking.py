@@ -236,7 +236,7 @@ async def test_nobody_is_emptied_for_whom_nothing_is_left_to_draw(left: bool) ->
 
 
 async def test_rollouts_that_draw_and_have_room_take_what_can_be_drawn_first() -> None:
-    fleet = await Fleet.assemble(max_running=64)
+    fleet = await Fleet.assemble()
     ahead, samples = fleet.world.config.max_ahead_groups, fleet.world.config.sampling.samples_per_prompt
     coordination = fleet.manager.run_info.coordination
     head = TrainerHead(step=0, decided=0, checkpoint=0, consumed_groups=0, state="running")
@@ -246,7 +246,7 @@ async def test_rollouts_that_draw_and_have_room_take_what_can_be_drawn_first() -
     await fleet.report("r-a", 500, 500)
     await fleet.report("r-b", 300)
     coming = fleet.world.config.trainer.groups_per_step * samples
-    for number in range(-(-coming // 64)):
+    for number in range(-(-coming // 16)):  # their batch limit
         await fleet.report(f"r-{number}", version=4, draining=False)
     await fleet.run(1.5)
     assert not fleet.moves()

@@ -6,9 +6,9 @@
     python benchmarks/repack.py --virtual --rounds 8 # the same workers in virtual time: seconds a run, nothing is late
 
 Everything is real (`laminar run`: etcd, relay, trainer, rollout processes of the tiny model on the reference engine or
-on vLLM), but for the time that a decode step takes and where a trajectory ends: `long_tails/sitecustomize.py` stretches
-each step to a latency curve of its own by sleeping, so that several engines on two cores do not take from each other,
-and draws lengths from a log-normal distribution. The share of steps that took longer than their curve is printed, and
+on vLLM), but for the time that a decode step takes and where a trajectory ends: `long_tails/sitecustomize.py`
+stretches each step to a latency curve of its own by sleeping, so that several engines on two cores do not take from
+each other, and draws lengths from a log-normal distribution. The share of steps that took longer than their curve is printed, and
 should be near nothing. With `--virtual` the same workers run on the simulator's twins (`repack_virtual.py`), on the same
 curve and with the same lengths.
 

@@ -33,7 +33,7 @@ SETTLE_S = 0.75
 PLAN_S = 10.0
 """How long a plan holds at its source; here a moment longer."""
 LAG_S = 1.0
-"""A plan that this manager wrote so long ago and does not see has been carried out: most are within a fraction of it."""
+"""A plan that this manager wrote so long ago and does not see has been carried out; most are in a fraction of it."""
 QUIET_S = 2.0
 """After a plan is over its sources and targets are left alone, until their reports show what came of it."""
 REST_S = 300.0

@@ -8,9 +8,9 @@
 Everything is real (`laminar run`: etcd, relay, trainer, rollout processes of the tiny model on the reference engine or
 on vLLM), but for the time that a decode step takes and where a trajectory ends: `long_tails/sitecustomize.py`
 stretches each step to a latency curve of its own by sleeping, so that several engines on two cores do not take from
-each other, and draws lengths from a log-normal distribution. The share of steps that took longer than their curve is printed, and
-should be near nothing. With `--virtual` the same workers run on the simulator's twins (`repack_virtual.py`), on the same
-curve and with the same lengths.
+each other, and draws lengths from a log-normal distribution. The share of steps that took longer than their curve is
+printed, and should be near nothing. With `--virtual` the same workers run on the simulator's twins
+(`repack_virtual.py`), on the same curve and with lengths of the same distribution.
 
 Printed for each run: tokens a second of all rollouts (from the first trajectory's start to the last one's end), mean KV
 use, the share of time for which rollouts drain, seconds from a publish until a rollout holds that version or a newer

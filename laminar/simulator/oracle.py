@@ -73,7 +73,8 @@ class Oracle:
         name = change.key.rsplit("/", 1)[-1]
         if after is None or before is None or after.owner != before.owner:
             self._given.pop(name, None)
-        if before and after and before.owner and after.owner not in ("", before.owner) and before.deaths == after.deaths:
+        changed = before and after and before.owner and after.owner not in ("", before.owner)
+        if before and after and changed and before.deaths == after.deaths:
             self.moved += 1
             self._given[name] = before.owner
 

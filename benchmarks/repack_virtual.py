@@ -140,7 +140,7 @@ class CurvedCluster(Cluster):
 
     async def _rollout(self, slot: Slot, process: SimProcess, run: Run, chance: random.Random) -> None:
         longest, running = self.config.rollout.max_model_len, self.config.rollout.max_running
-        capacity = EngineCapacity(running, longest, kv_tokens=running * longest)
+        capacity = EngineCapacity(running, longest, kv_tokens=self.asked.kv or running * longest)
         engine = CurvedEngine(self.asked, self.plan.seed, capacity, process, self.switchboard, chance)
         host = SimHost(chance)
         slot.engine, slot.host = engine, host

@@ -7,7 +7,7 @@ that they are the same whoever generates it, however often it moves. From the en
 
     LONG_TAILS_STEP_S    seconds of a step of one trajectory        LONG_TAILS_MEDIAN  of the lengths, in tokens
     LONG_TAILS_KNEE      the batch at which it takes 1.5 times that LONG_TAILS_SIGMA   of their logarithm
-    LONG_TAILS_PREFILL   tokens prefilled a second
+    LONG_TAILS_PREFILL   tokens prefilled a second                  LONG_TAILS_KV      tokens that its KV cache holds
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ def install() -> None:
 
         def __getattr__(self, name):  # type: ignore[no-untyped-def]
             return getattr(self.engine, name)
+
+        async def start(self):  # type: ignore[no-untyped-def]
+            return replace(await self.engine.start(), kv_tokens=int(os.environ["LONG_TAILS_KV"]))
 
         async def generate(self, request_id, token_ids, **asked):  # type: ignore[no-untyped-def]
             if request_id.startswith("eval-"):

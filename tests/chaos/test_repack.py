@@ -18,7 +18,7 @@ from laminar.buffer.records import Claim, Moves
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 PATHS = Path(os.pathsep.join([str(REPOSITORY / "benchmarks" / "long_tails"), str(REPOSITORY)]))
-CURVE = {"STEP_S": "0.03", "KNEE": "16", "PREFILL": "20000", "MEDIAN": "12", "SIGMA": "1.2"}
+CURVE = {"STEP_S": "0.03", "KNEE": "16", "PREFILL": "20000", "MEDIAN": "12", "SIGMA": "1.2", "KV": "4096"}
 PLANNED, HANDED_OVER, TAKEN_OVER = "planned", "handed over", "taken over"
 VICTIMS, MOMENTS = ("source", "target", "manager"), (PLANNED, HANDED_OVER, TAKEN_OVER)
 

@@ -154,10 +154,6 @@ def settings_of(interval: float, asked: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def kv_of(asked: argparse.Namespace) -> int:
-    return asked.kv or asked.running * (asked.longest + 40)
-
-
 async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Result:
     store, log = root / "store", root / "output.log"
     settings = {"run.name": NAME, "run.store": store, "rollout.engine": asked.engine, **settings_of(interval, asked)}
@@ -166,7 +162,7 @@ async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Res
         command += ["--set", f"{key}={json.dumps(value, default=str)}"]
     curve = {
         "STEP_S": asked.step_s, "KNEE": asked.knee, "PREFILL": asked.prefill, "MEDIAN": asked.median,
-        "SIGMA": asked.sigma, "KV": kv_of(asked),
+        "SIGMA": asked.sigma, "KV": asked.kv,
     }  # fmt: skip
     environ = {f"LONG_TAILS_{name}": str(value) for name, value in curve.items()}
     path = os.pathsep.join([str(HERE / "long_tails"), *filter(None, [os.environ.get("PYTHONPATH", "")])])
@@ -256,7 +252,7 @@ async def main() -> None:
     parser.add_argument("--longest", type=int, default=400)
     parser.add_argument("--step-s", type=float, default=0.05, help="seconds of a decode step of one trajectory")
     parser.add_argument("--knee", type=int, default=16, help="the batch at which it takes half as long again")
-    parser.add_argument("--kv", type=int, default=0, help="tokens that a KV cache holds; 0: whatever can run at once")
+    parser.add_argument("--kv", type=int, default=0, help="tokens that a KV cache holds; 0: as the engine has it")
     parser.add_argument("--prefill", type=float, default=10_000.0, help="tokens prefilled a second")
     parser.add_argument("--virtual", action="store_true", help="in virtual time, on the simulator's twins")
     parser.add_argument("--interval", type=float, default=1.0, help="rollout.repack_interval of the runs with repack")

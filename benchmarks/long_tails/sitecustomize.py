@@ -7,7 +7,7 @@ that they are the same whoever generates it, however often it moves. From the en
 
     LONG_TAILS_STEP_S    seconds of a step of one trajectory        LONG_TAILS_MEDIAN  of the lengths, in tokens
     LONG_TAILS_KNEE      the batch at which it takes 1.5 times that LONG_TAILS_SIGMA   of their logarithm
-    LONG_TAILS_PREFILL   tokens prefilled a second                  LONG_TAILS_KV      tokens that its KV cache holds
+    LONG_TAILS_PREFILL   tokens prefilled a second                  LONG_TAILS_KV      tokens that its KV cache holds (0: its own)
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def install() -> None:
             return getattr(self.engine, name)
 
         async def start(self):  # type: ignore[no-untyped-def]
-            return replace(await self.engine.start(), kv_tokens=int(os.environ["LONG_TAILS_KV"]))
+            capacity = await self.engine.start()
+            return replace(capacity, kv_tokens=int(os.environ["LONG_TAILS_KV"]) or capacity.kv_tokens)
 
         async def generate(self, request_id, token_ids, **asked):  # type: ignore[no-untyped-def]
             if request_id.startswith("eval-"):

@@ -58,10 +58,11 @@ class Evaluator:
     def _request_key(self, version: int) -> str:
         return f"{self.run_info.keys.evaluations}{version:09d}"
 
-    async def claim_requests(self, requests: Sequence[EvaluationRequest]) -> None:
-        """Claim the oldest request that nobody works on, unless one is claimed here already."""
+    async def claim_requests(self, requests: Sequence[EvaluationRequest], *, more: bool = True) -> None:
+        """Claim the oldest request that nobody works on, unless one is claimed here already. With `more` = False
+        what is claimed is kept, and nothing new is."""
         self.claimed = {v: r for v, r in self.claimed.items() if self.running or r in requests}
-        if self.claimed:
+        if self.claimed or not more:
             return
         for request in requests:
             if await self._claim(request):

@@ -194,7 +194,8 @@ class Rollout:
             if head is not None and head.state != "running" and not self.live and not self.evaluator.running:
                 return
             await self.evaluator.claim_requests(
-                [EvaluationRequest.parse(kv.value) for _, kv in sorted(self.evaluations.items.items())]
+                [EvaluationRequest.parse(kv.value) for _, kv in sorted(self.evaluations.items.items())],
+                more=not (self.stopping or self.resting),
             )
             waiting = await self.waiting() if self.inbox.items else []
             view = self._view(waiting)

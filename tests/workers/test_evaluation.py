@@ -139,6 +139,17 @@ async def test_one_rollout_evaluates_and_the_request_goes_with_the_registration(
     assert engine.most == 4, "not more at once than the engine runs"
 
 
+async def test_a_rollout_that_rests_or_leaves_claims_nothing_new_and_keeps_what_it_has() -> None:
+    world = World()
+    await world.ask()
+    resting, other = await world.evaluator("r1"), await world.evaluator("r2")
+    await resting.claim_requests([REQUEST], more=False)
+    assert resting.claimed_versions == ()
+    await other.claim_requests([REQUEST])
+    await other.claim_requests([REQUEST], more=False)
+    assert other.claimed_versions == (5,)
+
+
 async def test_a_judge_that_fails_gives_no_result_instead_of_a_zero() -> None:
     """Case 41, for evaluations."""
     world = World()

@@ -152,10 +152,8 @@ class CurvedCluster(Cluster):
         await rollout_main(run, equipment, slot.stop)
 
 
-def run_virtual(
-    settings: dict[str, Any], asked: argparse.Namespace, seed: int, take: Take
-) -> tuple[pa.Table, pa.Table]:
-    """The committed experience and steps. `take` is told of each change in etcd, with its virtual second."""
+def run_virtual(settings: dict[str, Any], asked: argparse.Namespace, seed: int, take: Take) -> pa.Table:
+    """The table of steps. `take` is told of each change in etcd, with its virtual second."""
     plan = Plan(
         seed=seed, rollouts=asked.rollouts, trainers=1, relays=1, max_turns=1, max_staleness=None,
         on_version_lost="continue", fsync=True, faults=(),
@@ -168,7 +166,7 @@ def run_virtual(
             bury(loop)
 
 
-async def _run(cluster: CurvedCluster, take: Take) -> tuple[pa.Table, pa.Table]:
+async def _run(cluster: CurvedCluster, take: Take) -> pa.Table:
     async def follow() -> None:
         subscription = cluster.etcd.subscribe(cluster.keys.prefix, cluster.etcd.revision)
         while (batch := await subscription.next()) is not None:
@@ -187,4 +185,4 @@ async def _run(cluster: CurvedCluster, take: Take) -> tuple[pa.Table, pa.Table]:
     for task in working:
         task.cancel()
     await asyncio.gather(*working, return_exceptions=True)
-    return await cluster.tables["experience"].read(), await cluster.tables["steps"].read()
+    return await cluster.tables["steps"].read()

@@ -12,10 +12,11 @@ each other, and draws lengths from a log-normal distribution. The share of steps
 printed, and should be near nothing. With `--virtual` the same workers run on the simulator's twins
 (`repack_virtual.py`), on the same curve and with lengths of the same distribution.
 
-Printed for each run, between its second publish and its last, so that neither start nor end count: tokens a second of
-all rollouts, seconds a step, mean KV use, the share of time for which rollouts drain; for the whole run seconds from a publish until a rollout holds that version or a newer
-one, staleness of what was trained on, trajectories moved, seconds from a hand-over until the new owner goes on, tokens
-prefilled again; then the medians and their ratios on / off.
+Printed for each run, between the publishes of version 2 and of the last one, so that neither start nor end count:
+tokens a second of all rollouts, seconds a step, mean KV use, the share of time for which rollouts drain. For the whole
+run: seconds from a publish until a rollout holds that version or a newer one, staleness of what was trained on,
+trajectories moved, seconds from a hand-over until the new owner goes on, tokens prefilled again. Then the medians and
+their ratios on / off.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Seen:
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the second publish to the last one; the first is that of the initial model."""
+        """From the publish of version 2 to the last one."""
         times = sorted(self.published.values())
         return times[2 if len(times) > 3 else 0], times[-1]
 
@@ -290,8 +291,9 @@ async def main() -> None:
     print(line("on", on))
     print(line("off", off))
     print(
-        f"on / off: tokens/s {on.tokens_per_s / off.tokens_per_s:.2f}, seconds a step {on.step_s / off.step_s:.2f}, time to the newest version "
-        f"{on.switch_s / off.switch_s:.2f}, staleness {on.staleness / max(off.staleness, 1e-9):.2f}, "
+        f"on / off: tokens/s {on.tokens_per_s / off.tokens_per_s:.2f}, seconds a step {on.step_s / off.step_s:.2f}, "
+        f"time to the newest version {on.switch_s / off.switch_s:.2f}, "
+        f"staleness {on.staleness / max(off.staleness, 1e-9):.2f}, "
         f"KV use {100 * (on.kv_share - off.kv_share):+.1f} points"
     )
 

@@ -5,9 +5,12 @@ milliseconds of CPU, are stretched by sleeping to a latency curve of their own: 
 with the batch, as decode on a GPU is. Lengths are drawn from a log-normal distribution, by the trajectory, so
 that they are the same whoever generates it, however often it moves. From the environment:
 
-    LONG_TAILS_STEP_S    seconds of a step of one trajectory        LONG_TAILS_MEDIAN  of the lengths, in tokens
-    LONG_TAILS_KNEE      the batch at which it takes 1.5 times that LONG_TAILS_SIGMA   of their logarithm
-    LONG_TAILS_PREFILL   tokens prefilled a second                  LONG_TAILS_KV      tokens of its KV cache; 0: its own
+    LONG_TAILS_STEP_S    seconds of a step of one trajectory
+    LONG_TAILS_KNEE      the batch at which it takes 1.5 times that
+    LONG_TAILS_PREFILL   tokens prefilled a second
+    LONG_TAILS_KV        tokens that its KV cache holds; 0: as the engine has it
+    LONG_TAILS_MEDIAN    of the lengths, in tokens
+    LONG_TAILS_SIGMA     of their logarithm
 """
 
 from __future__ import annotations

@@ -244,8 +244,8 @@ def line(name: str, r: Result) -> str:
     return (
         f"{name:<7}{r.tokens_per_s:7.0f} tokens/s   {r.step_s:5.1f} s a step   KV {r.kv_share:6.1%}   "
         f"draining {r.draining:4.0%}   to the newest version {r.switch_s:5.2f} s (p90 {r.switch_p90_s:5.2f})   "
-        f"staleness {r.staleness:4.2f} (max {r.staleness_max:.0f})   moved {r.moved:4.0f} in {r.move_s:.2f} s each, {r.refilled:6.0f} tokens "
-        f"prefilled again   late steps {r.late_steps:.1%}"
+        f"staleness {r.staleness:4.2f} (max {r.staleness_max:.0f})   moved {r.moved:4.0f} in {r.move_s:.2f} s each, "
+        f"{r.refilled:6.0f} tokens prefilled again   late steps {r.late_steps:.1%}"
     )
 
 

@@ -179,8 +179,10 @@ async def _run(cluster: CurvedCluster, take: Take) -> pa.Table:
         await asyncio.sleep(0.5)
         if cluster.loop.now > END_WITHIN_S or cluster.broken:
             raise SystemExit("\n".join([f"at {cluster.loop.now:.0f} s: {head}", *cluster.broken, *cluster.story[-20:]]))
-    while cluster.etcd.page(cluster.keys.incoming_root, "", 1, 0).items or cluster.living("rollout"):
+    while True:
         await asyncio.sleep(0.5)
+        if not (cluster.etcd.page(cluster.keys.incoming_root, "", 1, 0).items or cluster.living("rollout")):
+            break
     cluster.over = True
     for task in working:
         task.cancel()

@@ -243,10 +243,11 @@ def test_a_slow_rollout_is_noticed_and_its_trajectories_go_to_the_others(simulat
     slowed: list[SimProcess | None] = []
 
     async def slow_down(cluster: Cluster) -> None:
-        while cluster.slots[2].engine is None or cluster.slots[2].kind != "rollout":
-            await asyncio.sleep(0.1)
-        cluster.slots[2].engine.step_s = (1.0, 2.0)
-        slowed.append(cluster.slots[2].process)
+        await asyncio.sleep(3.0)
+        slot = cluster.living("rollout")[0]
+        assert slot.engine is not None
+        slot.engine.step_s = (1.0, 2.0)
+        slowed.append(slot.process)
 
     outcome = simulated(0, slow_down, steps=60, rollouts=4, repack_interval=0.0)
     assert not outcome.problems, describe(outcome)

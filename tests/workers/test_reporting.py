@@ -64,7 +64,7 @@ def reporter(trajectories: int, *, resting: bool = False) -> Reporter:
         (0, n): SimpleNamespace(
             name=f"000000000000-{n:03d}", turn_state="generating", prompt_ids=[1] * 10, token_ids=[2] * n,
             policy_tokens=n,
-        )  # fmt: skip
+        )
         for n in range(trajectories)
     }
     rollout: Any = SimpleNamespace(live=live, resting=resting, generation=SimpleNamespace(budget=lambda t: 100))

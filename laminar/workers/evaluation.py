@@ -43,6 +43,8 @@ class Evaluator:
         self.claimed: dict[int, EvaluationRequest] = {}
         self.task: asyncio.Task[None] | None = None
         self.attempts = 0
+        self.tokens = 0
+        """Generated for evaluations, since this life began."""
 
     @property
     def claimed_versions(self) -> tuple[int, ...]:
@@ -150,6 +152,7 @@ class Evaluator:
                     stop_token_ids=self.equipment.stop_token_ids,
                 ):  # fmt: skip
                     new += chunk.token_ids
+                    self.tokens += len(chunk.token_ids)
                     finish = chunk.finish_reason or finish
                 tokens += new
                 sequence = [*sequence, *new]

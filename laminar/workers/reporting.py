@@ -103,7 +103,7 @@ class Reporter:
             decode_tokens_per_s=self._rate(),
             draining=draining,
             finished=self.finished,
-            tokens=r.generation.tokens,
+            tokens=self._tokens(),
             batch_limit=limit,
             step_s=round(load.step_s, 6),
             prefill_tokens_per_s=round(load.prefill_tokens_per_s, 1),
@@ -129,9 +129,13 @@ class Reporter:
     def _growth(self, t: Trajectory) -> int:
         return self.lengths.growth(t.policy_tokens, self.rollout.generation.budget(t))
 
+    def _tokens(self) -> int:
+        """All that its engine generates: what is evaluated runs in the same batch."""
+        return self.rollout.generation.tokens + self.rollout.evaluator.tokens
+
     def _rate(self) -> float:
         """Tokens a second over the last ten seconds."""
-        now, tokens = self.rollout.clock.monotonic(), self.rollout.generation.tokens
+        now, tokens = self.rollout.clock.monotonic(), self._tokens()
         if not self._history or now - self._history[-1][0] >= 1.0:
             self._history.append((now, tokens))
         since, before = self._history[0]

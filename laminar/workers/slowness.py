@@ -12,12 +12,15 @@ import itertools
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
 from laminar.buffer.records import Load
 
 WINDOW_S = 30.0
+BUSY = 0.2
+"""Of the reports, with something in the engine, that a comparison takes."""
 SHARE = 1 / 3
 """Of the median of the others: below it a rollout is slow."""
 MIN_PEERS = 2
@@ -41,31 +44,31 @@ class Window:
     samples: deque[Sample] = field(default_factory=deque)
 
     def add(self, at: float, load: Load) -> None:
-        if load.evaluating:
-            self.samples.clear()  # what an evaluation generates runs in the engine, and is not among these tokens
-            return
         self.samples.append(Sample(at, load.tokens, load.running))
         while self.samples[0].at < at - WINDOW_S:
             self.samples.popleft()
 
     @property
+    def busy(self) -> list[int]:
+        """How many ran, whenever any did."""
+        return [s.running for s in self.samples if s.running]
+
+    @property
     def telling(self) -> bool:
-        """It was seen for nearly the whole time, and busy for half of it."""
-        s = self.samples
-        whole = len(s) > 2 and s[-1].at - s[0].at >= 0.8 * WINDOW_S
-        return whole and 2 * sum(x.running > 0 for x in s) >= len(s)
+        """It was seen for nearly the whole time, and busy often enough. Not all the time: whoever takes new versions is
+        empty now and then, and where a slow one holds up the trainer, the others have nothing to draw."""
+        whole = len(self.samples) > 2 and self.samples[-1].at - self.samples[0].at >= 0.8 * WINDOW_S
+        return whole and len(self.busy) >= BUSY * len(self.samples)
 
     @property
     def running(self) -> float:
-        """Mean over time."""
-        seconds = sum((b.at - a.at) * (a.running + b.running) / 2 for a, b in itertools.pairwise(self.samples))
-        return seconds / (self.samples[-1].at - self.samples[0].at)
+        return fmean(self.busy)
 
     @property
     def rate_each(self) -> float:
-        """Tokens a second of one trajectory."""
+        """Tokens for each second of a trajectory in the engine."""
         made = self.samples[-1].tokens - self.samples[0].tokens
-        return made / (self.running * (self.samples[-1].at - self.samples[0].at))
+        return made / sum((b.at - a.at) * (a.running + b.running) / 2 for a, b in itertools.pairwise(self.samples))
 
 
 def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from laminar.simulator import cluster, run
 from laminar.simulator.cluster import Cluster
 from laminar.simulator.environment import SimHost
 from laminar.simulator.faults import Plan
+from laminar.simulator.oracle import process_id
 from laminar.simulator.process import SimProcess
 from laminar.simulator.run import Outcome, describe, simulate
 from laminar.workers.environments.base import Prompt, Score, Transcript
@@ -64,9 +65,7 @@ async def changes(cluster: Cluster, prefix: str, seen: Callable[[Change], Awaita
 
 
 def process_of(cluster: Cluster, worker: str) -> SimProcess | None:
-    """By the process id in the worker's id."""
-    pid = int(worker.split("-")[2])
-    return next((p for p in cluster.processes if p.pid == pid and not p.dead), None)
+    return next((p for p in cluster.processes if p.pid == process_id(worker) and not p.dead), None)
 
 
 def test_tails_move_and_nothing_is_lost(simulated: Simulated) -> None:
@@ -238,17 +237,31 @@ def test_a_slow_reward_does_not_keep_a_rollout_from_the_newest_version(
     assert ahead
 
 
-def test_a_slow_rollout_is_noticed_and_its_trajectories_go_to_the_others(simulated: Simulated) -> None:
-    """From the reports of real workers, which take new versions all the time."""
+def test_a_slow_rollout_is_noticed_and_draws_nothing_any_more(simulated: Simulated) -> None:
+    """From the reports of real workers, which take new versions and evaluate all the time."""
     slowed: list[SimProcess | None] = []
+    rested: list[str] = []
+    drawn: list[str] = []
 
     async def slow_down(cluster: Cluster) -> None:
+        async def rests(change: Change) -> None:
+            rested.append(change.key.rsplit("/", 1)[-1])
+
+        async def claimed(change: Change) -> None:
+            if change.kv is not None and change.kv.create_revision == change.kv.mod_revision and rested:
+                drawn.append(Claim.parse(change.kv.value).owner)
+
+        following = asyncio.gather(
+            changes(cluster, cluster.keys.rests_root, rests), changes(cluster, cluster.keys.claims, claimed)
+        )
         await asyncio.sleep(3.0)
         slot = cluster.living("rollout")[0]
         assert slot.engine is not None
         slot.engine.step_s = (1.0, 2.0)
         slowed.append(slot.process)
+        await following
 
-    outcome = simulated(0, slow_down, steps=60, rollouts=4, repack_interval=0.0)
+    outcome = simulated(0, slow_down, steps=25, rollouts=4, repack_interval=0.0)
     assert not outcome.problems, describe(outcome)
-    assert slowed and outcome.rested == 1 and outcome.moved > 0, describe(outcome)
+    assert outcome.rested == 1 and process_id(rested[0]) == (slowed[0] and slowed[0].pid)
+    assert drawn and rested[0] not in drawn

@@ -137,6 +137,7 @@ async def test_one_rollout_evaluates_and_the_request_goes_with_the_registration(
     engine: Any = first.equipment.engine
     assert sorted(engine.temperatures) == [0.0] * 3 + [0.7] * 6
     assert engine.most == 4, "not more at once than the engine runs"
+    assert first.tokens == 9, "they count as what its engine makes"
 
 
 async def test_a_rollout_that_rests_or_leaves_claims_nothing_new_and_keeps_what_it_has() -> None:

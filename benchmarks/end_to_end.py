@@ -98,8 +98,8 @@ class Run:
 def variants() -> dict[str, list[str]]:
     """Each difference to a plain trainer, taken away from the default one at a time.
 
-    The quick-start takes turns: with a staleness of 0 a step's groups are only drawn once the weights of the step before
-    are published. "overlapping" generates the next step's groups while the trainer works, on the same cores.
+    The quick-start takes turns: with a staleness of 0 a step's groups are only drawn once the weights of the step
+    before are published. "overlapping" generates the next step's groups while the trainer works, on the same cores.
     """
     return {
         "default": [],

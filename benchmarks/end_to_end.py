@@ -98,15 +98,15 @@ class Run:
 def variants() -> dict[str, list[str]]:
     """Each difference to a plain trainer, taken away from the default one at a time.
 
-    "in turns" is the synchronous trainer: with a staleness of 0 a step's groups are only drawn once the weights of the
-    step before are published.
+    The quick-start takes turns: with a staleness of 0 a step's groups are only drawn once the weights of the step
+    before are published. "overlapping" generates the next step's groups while the trainer works, on the same cores.
     """
     return {
         "default": [],
         "prompts not shared": ["trainer.share_prompts=false"],
         "no-signal computed": ["trainer.skip_no_signal=false"],
         "float32": ["model.dtype=float32"],
-        "in turns": ["trainer.max_staleness=0"],
+        "overlapping": ["trainer.max_staleness=1"],
         "transformers engine": ["rollout.engine=transformers"],
     }
 

@@ -307,6 +307,10 @@ class SimChild:
         self.parent = parent
         self.process: SimProcess | None = None
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid if self.process else 0
+
     async def start(self) -> None:
         # Spawned from outside the relay's context, or its callbacks would count as the relay's.
         self.process = self.cluster.loop.outside(lambda: self.cluster.spawn(self.slot))

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from laminar.buffer.records import EvaluationRequest, Retain
+from laminar.errors import CoordinationError
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
 from laminar.relay.server import RelayServer
@@ -28,6 +29,7 @@ from laminar.workers.chain import ChainMember
 from laminar.workers.context import Run, boot_id, joined
 from laminar.workers.manager import lead
 from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.supervision import sign_off
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,9 @@ class ServedWeights(Protocol):
 
 class Process(Protocol):
     """A process of ours: `children.Child`, or one of a simulator."""
+
+    @property
+    def pid(self) -> int: ...
 
     async def start(self) -> None: ...
 
@@ -142,4 +147,8 @@ async def keep_committer(run: Run, committer: Callable[[], Process]) -> None:
         finally:
             await child.stop(grace_s=5.0)
         log.warning("the committer's process ended with %d; starting it again", code)
+        try:
+            await sign_off(run.coordination, run.keys, host=run.machine.host, pid=child.pid)
+        except CoordinationError as e:
+            log.info("the committer's lease cannot be revoked, its successor waits until it expires: %s", e)
         await run.clock.sleep(COMMITTER_BACKOFF_S)

@@ -384,11 +384,12 @@ def _number(value: float | None) -> str:
 
 
 async def trainer_main(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
-    """Campaign for the leadership, then train until the run is done."""
+    """Load the model, campaign for the leadership, then train until the run is done: who stands by is ready to train
+    when it is elected."""
+    learner = await asyncio.to_thread(make_learner)
     election = Election(run.coordination, member.session, run.keys.leader("trainer"), member.id)
     leadership = await election.campaign()
     log.info("%s leads the training", member.id)
-    learner = await asyncio.to_thread(make_learner)
     trainer = Trainer(run, member, leadership, learner, experience, sinks)
     await until_first(
         _run_or_fail(trainer),

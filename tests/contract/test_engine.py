@@ -221,9 +221,15 @@ async def test_a_stop_token_ends_the_request_and_is_part_of_it(bench: Bench) -> 
 
 
 async def test_the_models_own_eos_does_not_stop_unless_it_is_named(bench: Bench) -> None:
-    results = await asyncio.gather(*(bench.collect([2, 2, 2 + i], max_tokens=200, temperature=2.0) for i in range(8)))
-    assert any(2 in joined(chunks)[0][:-1] for chunks in results)
-    assert {joined(chunks)[2] for chunks in results} == {"length"}
+    # One token in some hundreds is the eos: a round of 1,600 misses it one time in twenty, twelve in a row never do.
+    for _ in range(12):
+        results = await asyncio.gather(
+            *(bench.collect([2, 2, 2 + i], max_tokens=200, temperature=2.0) for i in range(8))
+        )
+        assert {joined(chunks)[2] for chunks in results} == {"length"}
+        if any(2 in joined(chunks)[0][:-1] for chunks in results):
+            return
+    raise AssertionError("the eos was never sampled")
 
 
 async def test_equal_seeds_give_equal_samples_and_none_gives_new_ones(bench: Bench) -> None:

@@ -43,6 +43,8 @@ PRINTS = Fingerprints(model="", tokenizer="", template="", prompts="", held_out=
 class IdleCommitter:
     """The committer's process of a run in which nothing is committed."""
 
+    pid = 0
+
     async def start(self) -> None: ...
 
     async def wait(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +26,8 @@ from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.workers.committer import commit_always
 from laminar.workers.context import Member, Run
+from laminar.workers.machine import this_machine
+from laminar.workers.relay import keep_committer
 
 KEYS = Keys("run")
 
@@ -113,3 +116,38 @@ async def test_a_table_that_cannot_be_written_does_not_hold_up_the_others() -> N
     await asyncio.sleep(30)
     assert await world.tables["experience"].count() == 1
     await end(committing)
+
+
+class DyingCommitter:
+    """The first one is killed as it starts, the next one lives; each sees who leads when it starts."""
+
+    pid = 1
+
+    def __init__(self, world: World, leaders: list[bool]) -> None:
+        self.world = world
+        self.leaders = leaders
+
+    async def start(self) -> None:
+        self.leaders.append(await self.world.writer.get(KEYS.leader("committer")) is not None)
+
+    async def wait(self) -> int:
+        if len(self.leaders) > 1:
+            await asyncio.Event().wait()
+        return -9
+
+    async def stop(self, *, grace_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+async def test_a_killed_committer_leads_no_longer_when_the_next_one_starts(reachable: bool) -> None:
+    """Its relay revokes the lease, instead of having the successor wait until it expires; if etcd can be told."""
+    world = World()
+    member, _ = await world.lead()
+    run = replace(member.run, machine=replace(this_machine(), host="h"))
+    leaders: list[bool] = []
+    if not reachable:
+        world.faults.partition()
+    keeping = asyncio.create_task(keep_committer(run, lambda: DyingCommitter(world, leaders)))
+    await asyncio.sleep(60)
+    assert leaders == [True, not reachable]
+    await end(keeping)

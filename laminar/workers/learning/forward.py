@@ -22,6 +22,11 @@ from laminar.workers.learning.losses import entropy
 PAD = 0
 """Fills unused places of id tensors; never attended to, never scored, so any token will do."""
 
+SHORT_BYTES = 256 << 20
+"""Of attention weights that a micro-batch may hold for plain attention to be used on a CPU."""
+CELL_BYTES = 8
+"""Kept of each attention weight until the backward pass: in float32, in the model's type, and the mask's share."""
+
 
 @dataclass(frozen=True)
 class Prompted:
@@ -60,9 +65,24 @@ def score(
 
     Every row is in exactly one of `prompts`. Takes the shared path where any prompt has more than one row.
     """
-    if any(len(prompt.rows) > 1 for prompt in prompts):
+    count, width = response_ids.shape
+    longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    shared = any(len(prompt.rows) > 1 for prompt in prompts)
+    cells = len(prompts) * longest**2 + count * width * (longest + width) if shared else count * (longest + width) ** 2
+    model.set_attn_implementation(attention_for(model.config, response_ids.device, cells))
+    if shared:
         return _score_shared(model, prompts, response_ids, mask, temperature)
     return _score_plain(model, prompts, response_ids, mask, temperature)
+
+
+def attention_for(config: Any, device: torch.device, cells: int) -> str:
+    """Name of transformers' attention for a pass over `cells` pairs of query and key at most.
+
+    On a CPU torch's fused kernel is slow at the backward pass of short sequences; plain attention holds all weights.
+    """
+    text = config.get_text_config()
+    held = cells * text.num_attention_heads * text.num_hidden_layers * CELL_BYTES
+    return "eager" if device.type == "cpu" and held <= SHORT_BYTES else "sdpa"
 
 
 def _score_plain(

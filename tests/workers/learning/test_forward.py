@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from laminar.workers.learning.forward import Prompted, can_share_prompts, score
+from laminar.workers.learning import forward
+from laminar.workers.learning.forward import (
+    CELL_BYTES,
+    SHORT_BYTES,
+    Prompted,
+    attention_for,
+    can_share_prompts,
+    score,
+)
 
 PROMPTS = [[7, 8, 9], [11, 12, 13, 14, 15, 16], [20, 21]]
 OWNERS = [0, 0, 1, 2, 2, 2]
@@ -20,8 +30,10 @@ SHARED = [Prompted(p, [i for i, owner in enumerate(OWNERS) if owner == n]) for n
 PLAIN = [Prompted(PROMPTS[owner], [i]) for i, owner in enumerate(OWNERS)]
 
 
-@pytest.fixture
-def model(model_folder):
+@pytest.fixture(params=["eager", "sdpa"])
+def model(model_folder, request, monkeypatch):
+    if request.param == "sdpa":
+        monkeypatch.setattr(forward, "SHORT_BYTES", 0)
     return AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
 
 
@@ -77,3 +89,12 @@ def test_only_full_attention_shares_prompts():
     assert can_share_prompts(LlamaForCausalLM(LlamaConfig(**size)))
     assert not can_share_prompts(MistralForCausalLM(MistralConfig(**size, sliding_window=8)))
     assert can_share_prompts(MistralForCausalLM(MistralConfig(**size, sliding_window=None)))
+
+
+def test_short_sequences_take_plain_attention_on_a_cpu_and_long_ones_do_not():
+    config = SimpleNamespace(num_attention_heads=8, num_hidden_layers=4)
+    config.get_text_config = lambda: config
+    cells = SHORT_BYTES // (8 * 4 * CELL_BYTES)
+    assert attention_for(config, torch.device("cpu"), cells) == "eager"
+    assert attention_for(config, torch.device("cpu"), cells + 1) == "sdpa"
+    assert attention_for(config, torch.device("cuda"), 1) == "sdpa"

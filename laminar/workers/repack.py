@@ -124,11 +124,12 @@ def refill_s(rollout: Draining, tail: Sequence[Unfinished]) -> float:
     return sum(t.tokens for t in tail) / rollout.prefill_tokens_per_s
 
 
-def gain_s(source: Draining, parts: Sequence[tuple[Draining, Sequence[Unfinished]]]) -> float:
-    """By how many seconds the rollouts are held for less, in sum, if `source` gives each destination its part."""
+def gain_s(source: Draining, destinations: Iterable[tuple[Draining, Draining]]) -> float:
+    """By how many seconds the rollouts are held for less, in sum, if `source` is emptied: `destinations` as they are
+    before and after that."""
     gain = held_s(source) - HAND_OVER_S
-    for target, tail in parts:
-        gain += held_s(target) - held_s(target.taking(tail)) - refill_s(target, tail)
+    for before, after in destinations:
+        gain += held_s(before) - held_s(after) - refill_s(before, after.tail[len(before.tail) :])
     return gain
 
 
@@ -165,11 +166,13 @@ def _consolidate(candidates: Sequence[Draining], work: int | None) -> tuple[list
         if place in targets or not source.settled:
             continue
         parts = _whole(source, place, space) or _by_groups(source, place, space)
-        if not parts or gain_s(source, [(space.rollouts[target], tail) for target, tail in parts]) <= 0:
+        after = [space.rollouts[target].taking(tail) for target, tail in parts]
+        before = [space.rollouts[target] for target, _ in parts]
+        if not parts or gain_s(source, zip(before, after, strict=True)) <= 0:
             continue
         space.remove(place)
-        for target, tail in parts:
-            space.put(target, tail)
+        for (target, tail), filled in zip(parts, after, strict=True):
+            space.put(target, tail, filled)
             targets.add(target)
             result += [Handing(t.trajectory, source.id, order[target].id) for t in tail]
         work = work and work - source.batch_limit
@@ -196,9 +199,10 @@ class _Space:
     def remove(self, place: int) -> None:
         self.slots[place] = -1
 
-    def put(self, place: int, tail: Sequence[Unfinished]) -> None:
-        self.rollouts[place] = self.rollouts[place].taking(tail)
-        self.used[place] += sum(t.tokens for t in tail)
+    def put(self, place: int, tail: Sequence[Unfinished], filled: Draining) -> None:
+        """`filled`: what is at `place` with `tail`."""
+        self.rollouts[place] = filled
+        self.used[place] = filled.used
         self.tokens[place] -= sum(t.tokens + t.growth for t in tail)
         self.slots[place] -= len(tail)
 
@@ -238,7 +242,7 @@ def _by_groups(source: Draining, place: int, space: _Space) -> Parts:
         target = free.fullest(tail)
         if target is None:
             return []
-        free.put(target, tail)
+        free.put(target, tail, free.rollouts[target].taking(tail))
         parts[target] = (*parts.get(target, ()), *tail)
     return sorted(parts.items())
 

@@ -16,7 +16,7 @@ from real_run import REPOSITORY, RealRun
 from laminar.buffer.coordination import Change
 from laminar.buffer.records import Claim, Moves
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 PATHS = Path(os.pathsep.join([str(REPOSITORY / "benchmarks" / "long_tails"), str(REPOSITORY)]))
 CURVE = {"STEP_S": "0.03", "KNEE": "16", "PREFILL": "20000", "MEDIAN": "12", "SIGMA": "1.2", "KV": "4096"}
 PLANNED, HANDED_OVER, TAKEN_OVER = "planned", "handed over", "taken over"
@@ -75,7 +75,7 @@ def tails(real_run: Callable[..., RealRun], monkeypatch: pytest.MonkeyPatch) -> 
     run = real_run(
         "run.max_steps=500", "rollout.workers=3", "rollout.max_running=16", "rollout.max_model_len=256",
         "rollout.repack_interval=0.5", "sampling.max_tokens=200", "sampling.samples_per_prompt=4",
-        "trainer.groups_per_step=12", "trainer.max_ahead_groups=36", "trainer.threads=1",
+        "trainer.groups_per_step=12", "trainer.max_ahead_groups=36", "trainer.threads=1", "coordination.lease_ttl=10",
     )  # fmt: skip
     run.start(python_path=PATHS)
     run.until(lambda: bool(run.run_endpoint()), "the run's etcd is there")

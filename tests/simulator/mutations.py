@@ -104,7 +104,8 @@ def stale_version_reported() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hand_over_without_claim() -> Iterator[None]:
-    """A change of owner does not compare the claim: it overwrites whatever became of the trajectory meanwhile."""
+    """A change of owner does not compare the claim: it overwrites whatever became of the trajectory meanwhile. Seldom
+    seen among all faults, so it has a test of its own in `test_repack_runs.py`."""
     real = claims.hand_over_transaction
 
     def blind(keys: Any, guard: Any, held: Any, claim: Any, *only_if: Any) -> Transaction:
@@ -164,7 +165,6 @@ MUTATIONS = {
         claim_deleted_before_durable,
         batch_decided_twice,
         stale_version_reported,
-        hand_over_without_claim,
         source_goes_on,
         source_does_not_stop,
         swap_not_told,

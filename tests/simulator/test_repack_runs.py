@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from mutations import hand_over_without_claim
 
 from laminar.buffer.coordination import Change
 from laminar.buffer.records import Claim, LeaderRecord, Load, Move, Moves
@@ -265,3 +266,21 @@ def test_a_slow_rollout_is_noticed_and_draws_nothing_any_more(simulated: Simulat
     assert not outcome.problems, describe(outcome)
     assert outcome.rested == 1 and process_id(rested[0]) == (slowed[0] and slowed[0].pid)
     assert drawn and rested[0] not in drawn
+
+
+@pytest.mark.slow
+def test_a_hand_over_that_does_not_compare_the_claim_is_noticed(simulated: Simulated) -> None:
+    """By rollouts that are told to leave again and again: some of what they hand over is being registered just then."""
+
+    async def leave(cluster: Cluster) -> None:
+        while not cluster.over:
+            await asyncio.sleep(0.6)
+            for slot in cluster.living("rollout")[:1]:
+                slot.stop.set()
+
+    def problems(seed: int) -> list[str]:
+        return simulated(seed, leave, steps=8, long_tails=False).problems
+
+    assert not problems(0)
+    with hand_over_without_claim():
+        assert any(problems(seed) for seed in range(100))

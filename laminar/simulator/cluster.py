@@ -101,7 +101,11 @@ def model_len(plan: Plan) -> int:
 def run_config(plan: Plan) -> Config:
     return config_from(
         {
-            "run": {"name": RUN, "store": "memory://twin", "max_steps": 5, "seed": plan.seed % 1000},
+            # With long tails so many that something is left to draw for whoever hands over its own.
+            "run": {
+                "name": RUN, "store": "memory://twin", "max_steps": 12 if plan.long_tails else 5,
+                "seed": plan.seed % 1000,
+            },
             "model": {"path": "simulated", "dtype": "float32"},
             "prompts": {"source": "reverse", "size": PROMPT_ROWS},
             "reward": {"name": "exact"},

@@ -47,7 +47,6 @@ def test_devices_that_fail_are_gone_round_by_sockets() -> None:
     report = broadcast(Case(Who.MIDDLE, When.MIDWAY, How.DEVICES, "verbs", 1, 0))
     sound(report)
     assert any("does not acknowledge" in repair.reason for _, repair in report.repairs)
-    assert all(repair.lost == repair.found for _, repair in report.repairs), "the same relay sends the rest"
 
 
 def test_equal_cases_give_equal_reports() -> None:

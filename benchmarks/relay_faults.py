@@ -1,6 +1,6 @@
 """How long repairs of a broadcast take, over the whole matrix of faults, in the deterministic simulation.
 
-    python benchmarks/relay_faults.py --seeds 0..2     # each seed runs all 352 cases of who, when, how, transport, faults
+    python benchmarks/relay_faults.py --seeds 0..2     # each seed: all 352 cases of who, when, how, transport, faults
 
 Six real relays on simulated links of 400 kB/s, 40 chunks: a broadcast without faults takes half a second. Printed for
 each kind of fault: cases, how many broke (each is named, with its story), repairs, and virtual seconds: from knowing of

@@ -330,10 +330,11 @@ class Config(Section):
                 f"trainer.max_ahead_groups = {t.max_ahead_groups} is below groups_per_step = {t.groups_per_step}: the "
                 "trainer could never fill a batch; set it to at least two steps' groups, or 0"
             )
-        if self.rollout.tensor_parallel > 1 and self.rollout.engine != "vllm":
+        r = self.rollout
+        if r.tensor_parallel > 1 and r.engine != "vllm":
             raise ValueError(
-                f"rollout.tensor_parallel = {self.rollout.tensor_parallel} with rollout.engine = {self.rollout.engine!r}: "
-                "only vllm spreads a model over devices; set tensor_parallel to 1"
+                f"rollout.tensor_parallel = {r.tensor_parallel} with rollout.engine = {r.engine!r}: only vllm spreads "
+                "a model over devices; set tensor_parallel to 1"
             )
         if self.rollout.max_running < s.samples_per_prompt:
             raise ValueError(

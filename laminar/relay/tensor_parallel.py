@@ -1,4 +1,4 @@
-"""What each rank of a tensor-parallel engine reads of a version: by names, for models built as Llama and Qwen2 are. Pure.
+"""What each rank of a tensor-parallel engine reads of a version: by names, for models like Llama and Qwen2. Pure.
 
     q_proj, gate_proj, up_proj   rows: heads, or hidden units, are dealt out
     k_proj, v_proj               rows: heads; more ranks than heads share them
@@ -73,8 +73,8 @@ class TensorParallel:
         cut = cut_of(spec)
         if cut is None:
             raise WeightsError(
-                f"tensor {spec.name!r} of shape {spec.shape} is none of which it is known how ranks share it; known are "
-                f"{', '.join(CUTS)} and norms"
+                f"tensor {spec.name!r} of shape {spec.shape} is none of which it is known how ranks share it; known "
+                f"are {', '.join(CUTS)} and norms"
             )
         match cut:
             case Cut.WHOLE:

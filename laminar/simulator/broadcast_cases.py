@@ -55,9 +55,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """`problems`: empty if every relay that lives has the right bytes. `repairs`: with the relay that went round another.
-    `broadcast_s`: virtual seconds from the
-    announcement until then."""
+    """`problems`: empty if every relay that lives has the right bytes. `repairs`: with the relay that went round
+    another. `broadcast_s`: virtual seconds from the announcement until all had the version."""
 
     case: Case
     problems: list[str]

@@ -16,11 +16,12 @@ import contextvars
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from laminar.errors import WeightsError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece, span
+from laminar.relay.receiving import Source
 from laminar.relay.transport.base import (
     HEARTBEAT_S,
     ChunkSource,
@@ -35,6 +36,7 @@ from laminar.simulator.loop import SimulationLoop
 from laminar.simulator.process import SimProcess
 
 Message = tuple[str, Any]
+T = TypeVar("T")
 WORDS_BYTES = 200
 """What a message takes on a link beside the bytes of a piece."""
 
@@ -178,7 +180,11 @@ class SimTransport:
         self._find = find
         endpoint = f"{self.process.name}:{1 + self.writes_itself}"
         self.network.listening[endpoint] = self
-        self.process.on_death.append(lambda: self.network.listening.pop(endpoint, None))
+
+        def died() -> None:
+            self.network.listening.pop(endpoint, None)
+
+        self.process.on_death.append(died)
         return endpoint
 
     async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SimLink:
@@ -188,7 +194,7 @@ class SimTransport:
         try:
             async with asyncio.timeout(deadline_s):
                 await asyncio.sleep(2 * self.network.source.uniform(*self.network.delay_s))
-                while not self.network.silent.isdisjoint((relay, self.process.name)):
+                while not self.network.silent.isdisjoint((relay, self.process.name)):  # noqa: ASYNC110  virtual time
                     await asyncio.sleep(HEARTBEAT_S)
                 server = self.network.listening.get(endpoint)
                 if server is None:
@@ -241,7 +247,7 @@ class SimTransport:
 
     async def _answer(self, wire: SimWire, me: str, asker: str, request: PullRequest) -> None:
         assert self._find is not None
-        finding = asyncio.create_task(self._find(request))
+        finding: asyncio.Future[ChunkSource] = asyncio.ensure_future(self._find(request))
         try:
             source = await _while_connected(wire, finding)
         except LinkBroken:
@@ -260,7 +266,7 @@ class SimTransport:
         header = source.header
         total = header.layout.total_bytes
         while len(wanted) > 0:
-            ready = asyncio.create_task(source.ready(wanted, grain))
+            ready = asyncio.ensure_future(source.ready(wanted, grain))
             try:
                 piece = await _while_connected(wire, ready)
             except LinkBroken:
@@ -279,7 +285,7 @@ class SimTransport:
                 raise LinkBroken(wire.problem)
 
 
-async def _while_connected(wire: SimWire, task: asyncio.Task[Any]) -> Any:
+async def _while_connected(wire: SimWire, task: asyncio.Future[T]) -> T:
     """Its result; LinkBroken if the connection ends meanwhile."""
     try:
         while not (await asyncio.wait([task], timeout=HEARTBEAT_S))[0]:
@@ -287,10 +293,10 @@ async def _while_connected(wire: SimWire, task: asyncio.Task[Any]) -> Any:
                 raise LinkBroken(wire.problem)
         return task.result()
     except BaseException:
-        if task.done() and not task.cancelled() and task.exception() is None and hasattr(task.result(), "close"):
-            task.result().close()
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(result, Source):
+            result.close()
         raise
 
 
@@ -315,7 +321,8 @@ class SimLink:
 
     async def find(self, request: PullRequest) -> VersionHeader:
         self._wire.send(self._relay, ("find", request))
-        self._found = header = (await self._next("header"))[1]
+        header: VersionHeader = (await self._next("header"))[1]
+        self._found = header
         return header
 
     async def receive(

@@ -1,6 +1,6 @@
 """One process of a trainer that is sharded by FSDP2: it writes its shards into an arena that all of them share.
 
-    python sharded_trainer.py SOCKET RENDEZVOUS RANK WORLD MESH    MESH: `flat`, or `replicated` (two copies of the model)
+    python sharded_trainer.py SOCKET RENDEZVOUS RANK WORLD MESH    MESH: `flat`, or `replicated`: two copies
 
 Rank 0 prints the digest of the version that came of it, and that of the same weights written by one process.
 """
@@ -48,11 +48,11 @@ def main(socket: str, rendezvous: str, rank: int, world: int, mesh: str) -> None
         joined = connection.join(str(ticket[0]), layout)
         joined.wrote(copy_blocks(joined.buffer, layout, tensors, rank))
     else:
-        print(arena.seal(1, wrote=copy_blocks(arena.buffer, layout, tensors, rank)).digest)
+        together = arena.seal(1, wrote=copy_blocks(arena.buffer, layout, tensors, rank)).digest
         alone = connection.reserve(layout)
         assert alone is not None
         copy_into(alone.buffer, layout, whole)
-        print(alone.seal(2).digest)
+        sys.stdout.write(f"{together} {alone.seal(2).digest}\n")
     dist.destroy_process_group()
 
 

@@ -181,10 +181,12 @@ async def target() -> AsyncIterator[Target]:
     await target.holdings.stop()
 
 
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "count",
-    [500, pytest.param(10_000, marks=pytest.mark.slow), pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.nightly])],
+    "count", [500, pytest.param(10_000, marks=SLOW), pytest.param(100_000, marks=[SLOW, NIGHTLY])]
 )
 async def test_malformed_conversations_end_in_counted_refusals(target: Target, count: int) -> None:
     fuzzer = Fuzzer(11, target.name)

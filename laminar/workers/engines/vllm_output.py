@@ -65,8 +65,8 @@ def step_recorder(steps: dict[str, float], loop: asyncio.AbstractEventLoop) -> t
 
 
 def of_all_ranks(results: Sequence[dict[str, str]]) -> dict[str, str]:
-    """What the workers of one engine answered to a load, as one answer: each rank maps the relay for itself, so that one
-    may be refused what another has loaded. Then the engine's weights are of no version."""
+    """What the workers of one engine answered to a load, as one answer: each rank maps the relay for itself, so that
+    one may be refused what another has loaded. Then the engine's weights are of no version."""
     outcomes = {result["outcome"] for result in results}
     if len(outcomes) == 1 and "broken" not in outcomes:
         return results[0]

@@ -29,7 +29,7 @@ def model() -> Any:
 def main(socket: str, rendezvous: str, rank: int, world: int, mesh: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     shape = {"flat": (world,), "replicated": (2, world // 2)}[mesh]
-    device_mesh = init_device_mesh("cpu", shape)
+    device_mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard")[-len(shape) :])
     sharded = model()
     whole = {name: tensor.clone() for name, tensor in sharded.state_dict().items()}
     for layer in sharded[1:3]:

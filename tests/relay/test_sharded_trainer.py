@@ -35,7 +35,7 @@ async def test_what_the_ranks_write_together_is_bit_for_bit_what_one_process_wri
             )
             for rank in range(world)
         ]  # fmt: skip
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             outputs = [(await rank.communicate())[0].decode().split() for rank in ranks]
         assert [rank.returncode for rank in ranks] == [0] * world
         together, alone = outputs[0]

@@ -22,7 +22,7 @@ from laminar.workers.engines.vllm import VllmEngine
 from laminar.workers.engines.vllm_output import of_all_ranks
 from laminar.workers.engines.weights import ModelTensors, check_ranks
 
-HEADS, KV_HEADS, HEAD, HIDDEN, INNER, VOCABULARY = 4, 2, 16, 64, 96, 200
+HEADS, KV_HEADS, HEAD, HIDDEN, INNER, VOCABULARY = 4, 2, 32, 128, 96, 200
 CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS}
 PARALLEL = ("linear", "vocab_parallel_embedding")
 

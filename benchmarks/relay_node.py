@@ -5,7 +5,7 @@
          {"publish": {"version": 1, "bytes": n}}     random bytes by the version, as a trainer on this host would
          {"announce": [version, digest]}
     out  {"endpoint": HOST:PORT}   {"published": [version, digest]}   {"quarter": version}, once a quarter has come
-         {"held": version, "at": s, "hop": {…}}
+         {"nearly": version}, once two pieces or less are missing   {"held": version, "digest": …, "at": s, "hop": {…}}
 
 `at` is CLOCK_MONOTONIC, one clock for all processes of a machine. Used by `relay.py` and by tests that kill relays.
 """
@@ -65,7 +65,7 @@ class Node:
     async def run(self) -> None:
         await self.holdings.start()
         tell(endpoint=await self.transport.listen(self.find))
-        tasks = [asyncio.create_task(work) for work in (self.follower.run(), self.report(), self.report_quarters())]
+        tasks = [asyncio.create_task(work) for work in (self.follower.run(), self.report(), self.report_progress())]
         reader = asyncio.StreamReader(limit=1 << 24)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
@@ -122,18 +122,21 @@ class Node:
             at = time.monotonic()
             await asyncio.sleep(0)
             hop = self.follower.hops[-1] if self.follower.hops else None
-            tell(held=seen, at=at, hop={**asdict(hop), "name": str(hop.name)} if hop else None)
+            told = {**asdict(hop), "name": str(hop.name)} if hop else None
+            tell(held=seen, digest=info.digest, at=at, hop=told)
 
-    async def report_quarters(self) -> None:
-        told = -1
+    async def report_progress(self) -> None:
+        told = {"quarter": -1, "nearly": -1}
         while True:
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.01)
             pull = self.follower.receiving.pull if self.follower.receiving else None
-            if pull is None or pull.header is None or pull.missing is None or pull.header.name.version == told:
+            if pull is None or pull.header is None or pull.missing is None:
                 continue
-            if len(pull.missing) <= 0.75 * pull.header.chunks:
-                told = pull.header.name.version
-                tell(quarter=told)
+            version, missing, chunks = pull.header.name.version, len(pull.missing), pull.header.chunks
+            for what, limit in (("quarter", 0.75 * chunks), ("nearly", 2)):
+                if missing <= limit and told[what] != version:
+                    told[what] = version
+                    tell(**{what: version})
 
 
 def open_transport(arguments: argparse.Namespace) -> Transport:

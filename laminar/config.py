@@ -175,6 +175,8 @@ class RolloutConfig(Section):
     """One fsync a flush. Off: a power cut may lose what a crash of the process does not."""
     threads: int = Field(1, ge=1)
     """CPU threads of an engine on a CPU."""
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """Devices of one host that share an engine's model (vLLM). Each reads only its part of every version."""
     update: Literal["drain", "interrupt"] = "drain"
     """`drain`: a rollout finishes what it has begun under one version before it takes the next. `interrupt`: it swaps
     the weights under what it has begun, whose rows then span versions; for comparison."""
@@ -331,6 +333,12 @@ class Config(Section):
             raise ValueError(
                 f"trainer.max_ahead_groups = {t.max_ahead_groups} is below groups_per_step = {t.groups_per_step}: the "
                 "trainer could never fill a batch; set it to at least two steps' groups, or 0"
+            )
+        r = self.rollout
+        if r.tensor_parallel > 1 and r.engine != "vllm":
+            raise ValueError(
+                f"rollout.tensor_parallel = {r.tensor_parallel} with rollout.engine = {r.engine!r}: only vllm spreads "
+                "a model over devices; set tensor_parallel to 1"
             )
         if self.rollout.max_running < s.samples_per_prompt:
             raise ValueError(

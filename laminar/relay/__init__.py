@@ -19,6 +19,8 @@ still coming. Invariants:
 
     layout arena mapping memory tensors   what a version is, and the memory that it lies in
     holdings server client protocol       what a relay holds; how processes of its host reach it
+    reservation writing channel           memory that local processes fill, alone or together
+    blocks tensor_parallel                which part of each tensor one process of several writes, or reads
     chain chunks pull                     decisions: order of the chain, pieces, one version's way here (no I/O)
     receiving transfer follower ways      versions that arrive, from whom, and when as differences
     delta transport                       how their bytes travel: whole or as differences, by sockets or by RDMA

@@ -41,10 +41,9 @@ from laminar.relay.protocol import (
     encode,
     frame_length,
     integer,
+    text,
 )
-
-SLOWEST_BYTES = 100e6
-"""Bytes a second that a busy host still touches and checks; deadlines of reserve and seal grow with it."""
+from laminar.relay.writing import SLOWEST_BYTES, JoinedArena, WritableArena, close_mapping
 
 
 @dataclass(frozen=True)
@@ -94,16 +93,37 @@ class RelayConnection:
         """What the relay holds, oldest first."""
         return [held.info for held in self.status().versions]
 
-    def reserve(self, layout: Layout) -> WritableArena | None:
-        """Memory for a version of this layout; None if the relay has no free arena. May be called ahead of need."""
+    def reserve(self, layout: Layout, *, writers: int = 1) -> WritableArena | None:
+        """Memory for a version of this layout; None if the relay has no free arena. May be called ahead of need.
+        `writers`: processes of this host that fill it together, with this one; the others `join`."""
         wire = _Wire(self.socket_path, self.run, self.timeout)
         try:
-            request = {"command": "reserve", "layout": layout.to_json()}
-            _, fd = wire.call(request, self.timeout + layout.total_bytes / SLOWEST_BYTES)
+            request = {"command": "reserve", "layout": layout.to_json(), "writers": writers}
+            reply, fd = wire.call(request, self.timeout + layout.total_bytes / SLOWEST_BYTES)
             if fd is None:
                 wire.close()
                 return None
-            return WritableArena(layout, _map(fd, layout.total_bytes, writable=True), wire, self.timeout)
+            mapping = _map(fd, layout.total_bytes, writable=True)
+            return WritableArena(layout, mapping, wire, self.timeout, text(reply, "ticket", 64))
+        except BaseException:
+            wire.close()
+            raise
+
+    def join(self, ticket: str, layout: Layout) -> JoinedArena:
+        """The memory that another process has reserved for several, which gave this `ticket`. Raises WeightsError if it
+        was sealed or given up, or is of another layout."""
+        wire = _Wire(self.socket_path, self.run, self.timeout)
+        try:
+            reply, fd = wire.call({"command": "join", "ticket": ticket}, self.timeout)
+            if fd is None:
+                raise ProtocolError("the relay let this process join an arena without a descriptor")
+            mapping = _map(fd, layout.total_bytes, writable=True)
+            if (found := text(reply, "layout_digest", 128)) != layout.digest:
+                raise WeightsError(
+                    f"the arena is of layout {found[:12]}, this writer's is {layout.digest[:12]}: all that write a "
+                    "version need the same model and dtype"
+                )
+            return JoinedArena(layout, mapping, wire, self.timeout)
         except BaseException:
             wire.close()
             raise
@@ -151,53 +171,6 @@ class RelayConnection:
             wire.close()
 
 
-class WritableArena:
-    """A reserved arena: fill `buffer`, then `seal` or `abandon`. Dying before the seal leaves no version."""
-
-    def __init__(self, layout: Layout, mapping: SharedMapping, wire: _Wire, timeout: float) -> None:
-        self.layout = layout
-        self.buffer = mapping.buffer
-        self._mapping = mapping
-        self._wire = wire
-        self._timeout = timeout
-        # A child forked during a publish must not keep the arena writable.
-        mapping.keep_from_children()
-
-    def seal(self, version: int) -> VersionInfo:
-        """Close the mapping, so that the bytes are final, and make them `version`.
-
-        Raises WeightsError if views of `buffer` are still alive (nothing is lost: drop them and seal again), or if the
-        relay holds the version with other bytes.
-        """
-        self._unmap()
-        try:
-            timeout = self._timeout + self.layout.total_bytes / SLOWEST_BYTES
-            reply, _ = self._wire.call({"command": "seal", "version": version}, timeout)
-            return _version(reply["version"])
-        finally:
-            self._wire.close()
-
-    def abandon(self) -> None:
-        """Give the arena back; no version comes of it. Raises WeightsError if views of `buffer` are still alive."""
-        self._wire.close()
-        self._unmap()
-
-    def _unmap(self) -> None:
-        _close(self._mapping, "the arena")
-
-    def __enter__(self) -> WritableArena:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.abandon()
-        else:
-            # The error's traceback may keep views alive; the memory goes with them, and the error is what counts.
-            self._wire.close()
-
-
 class MappedVersion:
     """A version mapped read-only; its memory stays as it is until `close`, whatever the relay does or suffers."""
 
@@ -219,7 +192,7 @@ class MappedVersion:
 
     def close(self) -> None:
         """Raises WeightsError if tensors over `buffer` are still alive."""
-        _close(self._mapping, f"version {self.version}")
+        close_mapping(self._mapping, f"version {self.version}")
         self._wire.close()
 
     def __enter__(self) -> MappedVersion:
@@ -374,10 +347,3 @@ def _map(fd: int, nbytes: int, *, writable: bool) -> SharedMapping:
     if writable:
         mapping.populate()
     return mapping
-
-
-def _close(mapping: SharedMapping, what: str) -> None:
-    try:
-        mapping.close()
-    except BufferError as e:
-        raise WeightsError(f"{what} is still in use: drop the tensors and views over its buffer first") from e

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
 import stat
 import uuid
@@ -16,13 +17,12 @@ from pathlib import Path
 from types import TracebackType
 
 from laminar.errors import ConfigError, WeightsError
-from laminar.relay.arena import Arena, ArenaState
+from laminar.relay.arena import ArenaState
+from laminar.relay.channel import FRAME_TIMEOUT, Channel
 from laminar.relay.holdings import Held, Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import (
-    HEADER,
     MAX_FETCH,
-    MAX_FRAME,
     MAX_HELLO,
     MAX_RETAINED,
     MAX_VERSION,
@@ -31,21 +31,17 @@ from laminar.relay.protocol import (
     Message,
     ProtocolError,
     checked_socket_path,
-    decode,
-    encode,
-    frame_length,
     integer,
     integers,
     number,
     peer_user,
     text,
 )
+from laminar.relay.reservation import MAX_WRITERS, Reservation
 from laminar.relay.transport.base import VersionName
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
-FRAME_TIMEOUT = 30.0
-"""Seconds within which a frame that has begun must be complete, and a reply be taken."""
 IDLE_TIMEOUT = 600.0
 """Seconds without a request after which a connection that neither reserved nor holds anything is closed."""
 RESERVATION_TIMEOUT = 3600.0
@@ -77,6 +73,8 @@ class RelayServer:
             chunk_bytes=chunk_bytes, retain=retain, spare=spare, weights_bytes=weights_bytes, threads=threads
         )
         self.endpoint = f"unix:{self.socket_path}"
+        self.reservations: dict[str, Reservation] = {}
+        """By their tickets, while others may join them."""
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._sessions: set[asyncio.Task[None]] = set()
@@ -164,11 +162,14 @@ class Session:
         self._server = server
         self._holdings = server.holdings
         self._channel = channel
-        self._reserved: tuple[Arena, Layout] | None = None
+        self._reserved: Reservation | None = None
+        self._joined: Reservation | None = None
         self._holds: list[Held] = []
         self._commands: dict[str, Callable[[Message], Awaitable[None]]] = {
             "status": self._status,
             "reserve": self._reserve,
+            "join": self._join,
+            "wrote": self._wrote,
             "seal": self._seal,
             "open": self._open,
             "wait": self._wait,
@@ -195,17 +196,31 @@ class Session:
     def _patience(self) -> float | None:
         if self._holds:
             return None
-        return RESERVATION_TIMEOUT if self._reserved is not None else IDLE_TIMEOUT
+        return RESERVATION_TIMEOUT if self._reserved or self._joined else IDLE_TIMEOUT
 
     def close(self) -> None:
+        if self._joined is not None:
+            self._joined.lose("one of its writers ended before it was done")
+            self._joined = None
         if self._reserved is not None:
             log.info("a publish ended before its seal: its arena is freed")
-            self._holdings.release(self._reserved[0])
-            self._reserved = None
+            self._give_up("the process that reserved it ended before it sealed it")
         for held in self._holds:
             held.holds -= 1
         self._holds.clear()
         self._holdings.pool.reclaim()
+
+    def _give_up(self, problem: str) -> None:
+        reservation = self._end_reservation()
+        reservation.lose(problem)
+        self._holdings.release(reservation.arena)
+
+    def _end_reservation(self) -> Reservation:
+        """Nobody can join it any more."""
+        assert self._reserved is not None
+        reservation, self._reserved = self._reserved, None
+        self._server.reservations.pop(reservation.ticket, None)
+        return reservation
 
     async def _hello(self) -> None:
         request = await self._channel.receive(idle=FRAME_TIMEOUT, limit=MAX_HELLO)
@@ -240,26 +255,56 @@ class Session:
         )
 
     async def _reserve(self, request: Message) -> None:
-        if self._reserved is not None:
-            raise ProtocolError("this connection has reserved an arena already")
+        if self._reserved is not None or self._joined is not None:
+            raise ProtocolError("this connection has reserved or joined an arena already")
+        writers = integer({"writers": 1, **request}, "writers", 1, MAX_WRITERS)
         layout = await asyncio.to_thread(Layout.from_json, request.get("layout"))
         arena = await self._holdings.reserve(layout)
         if arena is None:
             await self._reply(reserved=False, reason="busy: no free arena")
             return
-        self._reserved = (arena, layout)
-        fd = arena.open_for_writing()
+        self._reserved = reservation = Reservation(arena, layout, writers, secrets.token_hex(16))
+        self._server.reservations[reservation.ticket] = reservation
+        await self._reply_writable(reservation, reserved=True, ticket=reservation.ticket)
+
+    async def _join(self, request: Message) -> None:
+        if self._reserved is not None or self._joined is not None:
+            raise ProtocolError("this connection has reserved or joined an arena already")
+        reservation = self._server.reservations.get(text(request, "ticket", 64))
+        if reservation is None:
+            raise WeightsError("no arena is reserved under this ticket: it was sealed or given up; reserve another")
+        reservation.join()
+        self._joined = reservation
+        await self._reply_writable(reservation, layout_digest=reservation.layout.digest)
+
+    async def _wrote(self, request: Message) -> None:
+        nbytes = integer(request, "bytes", 0, MAX_VERSION)
+        if self._joined is None:
+            raise ProtocolError("nothing was joined on this connection that could have been written")
+        reservation, self._joined = self._joined, None
+        reservation.wrote(nbytes)
+        await self._reply()
+
+    async def _reply_writable(self, reservation: Reservation, **content: object) -> None:
+        fd = reservation.arena.open_for_writing()
         try:
-            await self._reply(fd=fd, reserved=True)
+            await self._reply(fd=fd, **content)
         finally:
             os.close(fd)
 
     async def _seal(self, request: Message) -> None:
         version = integer(request, "version", 0, MAX_VERSION)
+        own_bytes = integer({"bytes": 0, **request}, "bytes", 0, MAX_VERSION)
         if self._reserved is None:
             raise ProtocolError("seal without a reservation on this connection")
-        (arena, layout), self._reserved = self._reserved, None
-        info = await self._holdings.seal(arena, layout, version)
+        try:
+            await self._reserved.complete(own_bytes)
+        except WeightsError as e:
+            self._give_up(str(e))
+            self._holdings.record_error(f"version {version}: {e}")
+            raise
+        reservation = self._end_reservation()
+        info = await self._holdings.seal(reservation.arena, reservation.layout, version)
         await self._reply(version=info.to_json())
 
     async def _open(self, request: Message) -> None:
@@ -290,72 +335,6 @@ class Session:
 
     async def _reply(self, fd: int | None = None, **content: object) -> None:
         await self._channel.send({"ok": True, **content}, fd)
-
-
-class Channel:
-    """Frames over one non-blocking Unix socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._loop = asyncio.get_running_loop()
-
-    async def receive(self, *, idle: float | None, limit: int = MAX_FRAME) -> Message | None:
-        """The next message; None if the peer closed between two frames, or sent nothing for `idle` seconds."""
-        try:
-            async with asyncio.timeout(idle):
-                first = await self._loop.sock_recv(self._sock, 1)
-        except TimeoutError:
-            log.info("closing a connection that was idle for %s s", idle)
-            return None
-        if not first:
-            return None
-        async with asyncio.timeout(FRAME_TIMEOUT):
-            header = first + await self._exactly(HEADER.size - 1)
-            return decode(await self._exactly(frame_length(header, limit)))
-
-    async def send(self, message: Message, fd: int | None = None) -> None:
-        data = encode(message)
-        async with asyncio.timeout(FRAME_TIMEOUT):
-            if fd is not None:
-                data = data[await self._send_with(data, fd) :]
-            await self._loop.sock_sendall(self._sock, data)
-
-    async def refuse(self, reason: str) -> None:
-        """Tell the peer why the connection is closed, if it still listens."""
-        try:
-            await self.send({"ok": False, "error": reason})
-        except (OSError, TimeoutError) as e:
-            log.debug("a refused peer did not take the reason: %r", e)
-
-    async def _exactly(self, count: int) -> bytes:
-        """Grows with what arrives, so that a false length costs no memory."""
-        data = bytearray()
-        while len(data) < count:
-            part = await self._loop.sock_recv(self._sock, min(count - len(data), 1 << 20))
-            if not part:
-                raise ProtocolError(f"the connection ended after {len(data)} of {count} bytes of a frame")
-            data += part
-        return bytes(data)
-
-    async def _send_with(self, data: bytes, fd: int) -> int:
-        while True:
-            try:
-                return socket.send_fds(self._sock, [data[: HEADER.size]], [fd])
-            except BlockingIOError:
-                await self._writable()
-
-    async def _writable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_writer(self._sock, _resolve, ready)
-        try:
-            await ready
-        finally:
-            self._loop.remove_writer(self._sock)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _bind(path: Path) -> socket.socket:

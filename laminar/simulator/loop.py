@@ -21,6 +21,9 @@ T = TypeVar("T")
 current: contextvars.ContextVar[Inhabitant | None] = contextvars.ContextVar("current", default=None)
 """The simulated process whose code is running; None outside of all."""
 
+TICK_S = 1e-9
+"""By this much a timer is late on a process's own clock: rounding must not let it fire before the moment that it was
+set for, or code that sets it again until then would never see time pass."""
 THREAD_S = (0.0005, 0.01)
 """How long what runs in a thread takes, drawn uniformly."""
 
@@ -99,7 +102,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Any, *args: Any, context: Any = None
     ) -> events.TimerHandle:
         process = current.get()
-        return self._at(when if process is None else when / process.rate, callback, args, context)
+        return self._at(when if process is None else when / process.rate + TICK_S, callback, args, context)
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Any, *args: Any, context: Any = None

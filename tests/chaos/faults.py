@@ -124,7 +124,7 @@ class SmallDisk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        _privileged(["mount", "-t", "tmpfs", "-o", f"size={self.ROOMY}", "laminar-test", str(folder)])
+        privileged(["mount", "-t", "tmpfs", "-o", f"size={self.ROOMY}", "laminar-test", str(folder)])
 
     def fill(self) -> None:
         """Until not one byte is left; the disk is first made small, so that memory is not what gets filled."""
@@ -159,7 +159,7 @@ class CutNetwork:
         net = f"10.{100 + number // 16_384}.{number // 64 % 256}"
         low = number % 64 * 4
         self.address, there = f"{net}.{low + 1}", f"{net}.{low + 2}"
-        _privileged(["ip", "netns", "add", self.name])
+        privileged(["ip", "netns", "add", self.name])
         try:
             for command in (
                 f"ip link add {self.outer} type veth peer name {inner}",
@@ -170,7 +170,7 @@ class CutNetwork:
                 f"ip -n {self.name} link set {inner} up",
                 f"ip -n {self.name} link set lo up",
             ):
-                _privileged(command.split())
+                privileged(command.split())
         except BaseException:
             self.close()
             raise
@@ -224,7 +224,7 @@ def _free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def _privileged(command: list[str]) -> None:
+def privileged(command: list[str]) -> None:
     """Run it, or skip the test with the reason why this machine does not let us."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -24,6 +24,10 @@ if [ "${1:-}" = --shell ]; then shift; exec bash -c "$*"; fi
 # Plug-ins and the other tests' helpers import much, which takes long over a shared file system.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 pytest=("$LAMINAR_PYTHON" -m pytest -v --color=no --timeout=900 -p pytest_asyncio.plugin -p pytest_timeout -p no:cacheprovider --noconftest)
-if [ "$#" -gt 0 ]; then exec "${pytest[@]}" "$@"; fi
-exec "${pytest[@]}" --durations=8 -k "verbs or rdma" \
-  tests/contract/test_transport.py tests/rdma/test_rdma_queues.py tests/rdma/test_rdma_chain.py
+tests=(tests/contract/test_transport.py tests/rdma/test_rdma_chain.py)
+case "${1:-}" in
+  "") tests+=(tests/rdma/test_rdma_queues.py) ;;
+  --short) ;;
+  *) exec "${pytest[@]}" "$@" ;;
+esac
+exec "${pytest[@]}" --durations=8 -k "verbs or rdma" "${tests[@]}"

@@ -366,7 +366,10 @@ def malformed(rng: random.Random) -> bytes:
     good = [
         {"command": "status"},
         {"command": "reserve", "layout": LAYOUT.to_json()},
-        {"command": "seal", "version": 3},
+        {"command": "reserve", "layout": LAYOUT.to_json(), "writers": 3},
+        {"command": "join", "ticket": "0" * 32},
+        {"command": "wrote", "bytes": 1},
+        {"command": "seal", "version": 3, "bytes": 1},
         {"command": "open", "version": None},
         {"command": "retain", "versions": [1]},
         {"command": "wait", "newer_than": -1, "timeout": 0.0},

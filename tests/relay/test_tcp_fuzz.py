@@ -10,11 +10,13 @@ import random
 import socket
 import struct
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import psutil
 import pytest
 
 from laminar.errors import WeightsError
+from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
@@ -179,7 +181,13 @@ async def target() -> AsyncIterator[Target]:
     await target.holdings.stop()
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "count", [500, pytest.param(10_000, marks=SLOW), pytest.param(100_000, marks=[SLOW, NIGHTLY])]
+)
 async def test_malformed_conversations_end_in_counted_refusals(target: Target, count: int) -> None:
     fuzzer = Fuzzer(11, target.name)
     for _ in range(200):
@@ -193,6 +201,83 @@ async def test_malformed_conversations_end_in_counted_refusals(target: Target, c
     assert not [error for error in target.holdings.errors if "internal" in error]
     assert target.holdings.refusals > count / 4
     assert target.holdings.has(target.name)
+
+
+class Liar:
+    """A relay's port behind which somebody answers nonsense: a stranger, or one that knows the secret."""
+
+    def __init__(self, seed: int, header: VersionHeader) -> None:
+        self.fuzzer = Fuzzer(seed, header.name)
+        self.header = header
+
+    async def start(self) -> str:
+        self.server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        return f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(20):
+                await self._lie(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass  # the asker has had enough
+        finally:
+            writer.close()
+
+    async def _lie(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rng = self.fuzzer.rng
+        kind = rng.randrange(5)
+        if kind == 0:
+            return writer.write(rng.randbytes(rng.randrange(200)))
+        server = Server(IDENTITY)
+        writer.write(server.greeting())
+        accept, seal, _ = server.accept(await reader.readexactly(PROOF.size))
+        if kind == 1:
+            return writer.write(rng.randbytes(ACCEPT.size) if rng.random() < 0.5 else accept[: rng.randrange(32)])
+        writer.write(accept)
+        await self._frame(reader)
+        if kind > 2:
+            layout = encode_json(LAYOUT.to_json())
+            writer.write(frame(seal, Kind.HEADER, encode_header(self.header, layout)))
+            await self._frame(reader)
+            if kind > 3:
+                writer.write(frame(seal, Kind.PIECE, struct.pack(">II", 0, 1)) + rng.randbytes(CHUNK))
+        writer.write(self.fuzzer.malformed(seal))
+
+    async def _frame(self, reader: asyncio.StreamReader) -> None:
+        _, length = PREFIX.unpack(await reader.readexactly(PREFIX.size))
+        await reader.readexactly(length + 16)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(5_000, marks=pytest.mark.slow)])
+async def test_whatever_a_peer_answers_the_asker_refuses_it_and_writes_nowhere_else(target: Target, count: int) -> None:
+    header = VersionHeader(target.name, LAYOUT, CHUNK, tuple(target.holdings.get(1).checksums))
+    liar = Liar(23, header)
+    endpoint = await liar.start()
+    arena = Arena.create(LAYOUT.total_bytes)
+    asker = TcpTransport(secret=SECRET, run="demo", relay="asker", stall_s=1.0)
+    wanted = ChunkSet.from_hex("3", 3)
+    refused, before = 0, 0
+    for i in range(100 + count):
+        if i == 100:
+            gc.collect()
+            before = psutil.Process().memory_info().rss
+        try:
+            link = await asker.connect("me", endpoint, deadline_s=5.0)
+            try:
+                await link.find(PullRequest((target.name,)))
+                async with aclosing(link.receive(arena, wanted.copy(), 1)) as pieces:
+                    assert [piece.first async for piece in pieces] == [0, 1]
+            finally:
+                await link.close()
+        except WeightsError:
+            refused += 1
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < 16 << 20, "no growth"
+    assert refused > 0.95 * count and arena.pins == 0
+    with arena.buffer(LAYOUT.total_bytes) as buffer:
+        assert bytes(buffer[2 * CHUNK :]) == bytes(CHUNK), "the chunk that was not asked for"
+    arena.close()
+    liar.server.close()
 
 
 async def test_a_false_length_costs_no_memory(target: Target) -> None:

@@ -31,6 +31,7 @@ def create_engine(config: Config, model_folder: Path) -> Engine:
             max_model_len=rollout.max_model_len,
             kv_cache_mib=rollout.kv_cache_mib,
             threads=rollout.threads,
+            tensor_parallel=rollout.tensor_parallel,
             chunk_bytes=config.relay.chunk_mib << 20,
         )
     from laminar.workers.engines.transformers import TransformersEngine

@@ -7,13 +7,16 @@ but the standard library.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
 """Environment variable with the process id of the rollout: it must be known before any message can arrive."""
@@ -58,6 +61,21 @@ def engine_processes_tied_to_this_one() -> Iterator[None]:
         yield
     finally:
         EngineCoreProc.run_engine_core = original
+
+
+def kill_left(pids: Iterable[int]) -> None:
+    """SIGKILL to those that still run."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        except ProcessLookupError:
+            log.debug("engine process %d has ended", pid)
+        finally:
+            os.close(handle)
 
 
 _parent = int(os.environ.get(PARENT_VARIABLE, "0"))

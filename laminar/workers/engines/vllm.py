@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import secrets
-import signal
 import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,10 +28,10 @@ from laminar.workers.engines.base import (
     RelayWeights,
     WeightSource,
 )
-from laminar.workers.engines.lifeline import engine_processes_tied_to_this_one
+from laminar.workers.engines.lifeline import engine_processes_tied_to_this_one, kill_left
 from laminar.workers.engines.pace import Pace
 from laminar.workers.engines.requests import token_budget
-from laminar.workers.engines.vllm_output import chunk_of, step_recorder
+from laminar.workers.engines.vllm_output import chunk_of, of_all_ranks, step_recorder
 
 if TYPE_CHECKING:
     from laminar.workers.engines.weights import ModelTensors
@@ -62,8 +61,10 @@ def prepare_environment(*, on_cpu: bool, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         # Without it the first request for logprobs compiles a helper with g++ for 16 seconds.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
-        # On a CPU it would start a worker process beside the engine's and pin it to the first core.
+        # On a CPU it would start a worker process beside the engine's and pin it to the first core; and each rank of
+        # several it would give a memory node of its own, which small machines do not have.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 @dataclass
@@ -76,6 +77,7 @@ class VllmEngine:
     """Engine (see `base.Engine`) on vLLM, on CUDA or, with the vllm-cpu package, on a CPU.
 
     `kv_cache_mib` 0: 256 MiB on a CPU, vLLM's own share of the memory on CUDA. `threads`: of the engine on a CPU.
+    `tensor_parallel`: devices that share the model, each with a worker process of its own that maps the relay's memory.
     `chunk_bytes`: the relay's, for the digest of weights in a folder.
     """
 
@@ -88,6 +90,7 @@ class VllmEngine:
         max_model_len: int,
         kv_cache_mib: int = 0,
         threads: int = 1,
+        tensor_parallel: int = 1,
         chunk_bytes: int = 16 << 20,
     ) -> None:
         self.model_folder = str(model_folder)
@@ -96,8 +99,9 @@ class VllmEngine:
         self.max_model_len = max_model_len
         self.kv_cache_mib = kv_cache_mib
         self.threads = threads
+        self.tensor_parallel = tensor_parallel
         self.chunk_bytes = chunk_bytes
-        self.process_id = 0
+        self._processes: list[int] = []
         self._version = -1
         self._loads = 0
         self._llm: Any = None
@@ -115,16 +119,24 @@ class VllmEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def process_id(self) -> int:
+        """Of the model's process, of its first rank if there are several; 0 before the start."""
+        return self._processes[0] if self._processes else 0
+
     # -- life ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineCapacity:
-        from laminar.workers.engines.weights import ModelTensors
+        from laminar.workers.engines.weights import ModelTensors, check_ranks
 
         self._model = await asyncio.to_thread(ModelTensors.of_folder, self.model_folder, self.dtype)
+        if self.tensor_parallel > 1:
+            await asyncio.to_thread(check_ranks, self.model_folder, self._model, self.tensor_parallel)
         try:
             async with asyncio.timeout(START_DEADLINE_S):
                 await self._built(asyncio.get_running_loop())
-                self.process_id = int((await self._llm.collective_rpc("laminar_identity"))[0]["pid"])
+                identities = await self._llm.collective_rpc("laminar_identity")
+                self._processes = [int(identity["pid"]) for identity in identities]
                 await self._probe()
         except TimeoutError as e:
             await self.close()
@@ -200,6 +212,7 @@ class VllmEngine:
             "dtype": self.dtype,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_running,
+            "tensor_parallel_size": self.tensor_parallel,
             # The first load brings the weights, checked; reading them here too would double the time to start.
             "load_format": "dummy",
             "skip_tokenizer_init": True,
@@ -235,18 +248,8 @@ class VllmEngine:
         await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
         del llm
         gc.collect()
-        if self.process_id:
-            # vLLM's own shutdown kills what does not end; this is for one that it has already lost sight of.
-            try:
-                handle = os.pidfd_open(self.process_id)
-            except ProcessLookupError:
-                return
-            try:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            except ProcessLookupError:
-                log.debug("engine process %d has ended", self.process_id)
-            finally:
-                os.close(handle)
+        # vLLM's own shutdown kills what does not end; this is for what it has already lost sight of.
+        kill_left(self._processes)
 
     async def check(self) -> None:
         if self._llm is None:
@@ -286,7 +289,7 @@ class VllmEngine:
                     f"{type(e).__name__}: {e}; what the engine serves is unknown, restart it"
                 )
                 raise EngineError(self._broken) from e
-            result = results[0]
+            result = of_all_ranks(results)
             if result["outcome"] == "broken":
                 self._broken = (
                     f"loading version {source.version} failed half-way: {result['error']}; the engine holds no version "

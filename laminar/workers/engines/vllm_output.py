@@ -67,3 +67,14 @@ def step_recorder(steps: dict[str, float], pace: Pace, loop: asyncio.AbstractEve
             """Nothing to say: `start` logs."""
 
     return StepRecorder
+
+
+def of_all_ranks(results: Sequence[dict[str, str]]) -> dict[str, str]:
+    """What the workers of one engine answered to a load, as one answer: each rank maps the relay for itself, so that
+    one may be refused what another has loaded. Then the engine's weights are of no version."""
+    outcomes = {result["outcome"] for result in results}
+    if len(outcomes) == 1 and "broken" not in outcomes:
+        return results[0]
+    rank, result = next((rank, result) for rank, result in enumerate(results) if result["outcome"] != "loaded")
+    where = f"rank {rank} of {len(results)}: " if len(results) > 1 else ""
+    return {"outcome": "broken", "error": f"{where}{result['error']}"}

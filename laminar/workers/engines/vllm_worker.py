@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from laminar.errors import WeightsError
+from laminar.workers.engines import lifeline  # noqa: F401  each rank's process ends with the rollout's
 from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
 from laminar.workers.engines.weights import ModelTensors, opened
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from laminar.errors import WeightsError
 from laminar.relay.client import RelayConnection
 from laminar.relay.layout import Layout, verify
+from laminar.relay.tensor_parallel import TensorParallel, cut_of
 from laminar.relay.tensors import DTYPES, NAMES, copy_into, layout_of, views
 from laminar.workers.engines.base import FolderWeights, RelayWeights, WeightSource
 
@@ -46,10 +48,7 @@ class ModelTensors:
     @classmethod
     def of_folder(cls, folder: str | Path, dtype: str) -> ModelTensors:
         """Read from headers only. Raises WeightsError if the folder has no config.json or safetensors."""
-        try:
-            config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise WeightsError(f"cannot read {folder}/config.json ({e}); give a Hugging Face model folder") from e
+        config = _config(folder)
         text = config.get("text_config", config)
         # Absent means tied for the families whose class defaults to it; their files then lack the head.
         shapes = {name: shape for file in _files(folder) for name, shape in _header(file).items()}
@@ -82,6 +81,25 @@ class ModelTensors:
                     f"{origin} has tensor {spec.name!r} as {spec.dtype}, this engine serves {NAMES[self.dtype]}; "
                     "trainer and rollouts must use the same model.dtype"
                 )
+
+
+def check_ranks(folder: str | Path, model: ModelTensors, ranks: int) -> None:
+    """Raises ConfigError, or WeightsError naming the tensor, if the model cannot be dealt out to so many devices.
+    Tensors of other models than `tensor_parallel` has rules for are left to the engine's own judgement."""
+    config = _config(folder)
+    plan = TensorParallel.of_config(config.get("text_config", config), ranks)
+    layout = Layout.from_tensors({name: (NAMES[model.dtype], shape) for name, shape in model.shapes.items()})
+    for spec in layout.tensors:
+        if cut_of(spec) is not None:
+            plan.block(spec, 0)
+
+
+def _config(folder: str | Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise WeightsError(f"cannot read {folder}/config.json ({e}); give a Hugging Face model folder") from e
+    return config
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Relays as processes without etcd (`benchmarks/relay_node.py`): the test says what etcd would say."""
+
+from __future__ import annotations
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+NODE = Path(__file__).parents[2] / "benchmarks" / "relay_node.py"
+PIECE_KIB = 256
+
+
+class RelayProcess:
+    """`slow_ms`: pause before each piece of 256 KiB that it sends. `prefix`: what its command is run by, such as `ip
+    netns exec`; there it listens at all addresses, and others reach it at `address`."""
+
+    def __init__(self, name: str, *, slow_ms: float = 0.0, prefix: Sequence[str] = (), address: str = "") -> None:
+        self.name = name
+        options = ["--chunk-kib", str(PIECE_KIB), "--piece-kib", str(PIECE_KIB), "--slow-ms", str(slow_ms)]
+        options += ["--bind", "0.0.0.0"] if address else []
+        command = [*prefix, sys.executable, str(NODE), name, *options]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.address = address
+
+    @property
+    def endpoint(self) -> str:
+        """Waits until it listens."""
+        if not hasattr(self, "_endpoint"):
+            found: str = self.hear("endpoint")["endpoint"]
+            self._endpoint = found.replace("0.0.0.0", self.address) if self.address else found
+        return self._endpoint
+
+    def tell(self, **what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+
+    def hear(self, key: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The next line that tells of `key`."""
+        while True:
+            try:
+                message: dict[str, Any] = json.loads(self.lines.get(timeout=timeout_s))
+            except queue.Empty:
+                raise AssertionError(f"{self.name} ({self.process.poll()}) told nothing of {key}") from None
+            if key in message:
+                return message
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        self.kill()
+        self.process.wait()
+
+
+def plan(relays: Sequence[RelayProcess], epoch: int) -> None:
+    """The first one is master."""
+    view = {
+        "epoch": epoch,
+        "order": [r.name for r in relays],
+        "endpoints": {r.name: r.endpoint for r in relays},
+        "master": relays[0].name,
+    }
+    for relay in relays:
+        relay.tell(view=view)
+
+
+def seal(relay: RelayProcess, version: int, nbytes: int) -> list[Any]:
+    """As a trainer on its host does; the version's number and digest."""
+    assert relay.endpoint, "it must have been heard before anything that is said later"
+    relay.tell(publish={"version": version, "bytes": nbytes})
+    name: list[Any] = relay.hear("published")["published"]
+    return name
+
+
+def publish(relays: Sequence[RelayProcess], version: int, nbytes: int) -> list[Any]:
+    """At the first one; all are told."""
+    name = seal(relays[0], version, nbytes)
+    announce(relays, name)
+    return name
+
+
+def announce(relays: Sequence[RelayProcess], name: list[Any]) -> None:
+    for relay in relays:
+        relay.tell(announce=name)

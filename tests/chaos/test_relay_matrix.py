@@ -1,0 +1,126 @@
+"""Whoever fails within a broadcast, whenever and however, between hosts of their own: real processes, TCP, namespaces.
+
+A few cases run always, the others are `nightly`. What each repair took is printed. The same matrix, with more kinds of
+faults and for any number of seeds, runs in virtual time: `tests/simulator/test_broadcasts.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from recording import Recorder
+from relay_hosts import RelayHosts
+from relay_process import RelayProcess, announce, plan, publish, seal
+
+RELAYS, BYTES = 5, 8 << 20
+SLOW_MS = 40.0
+"""Of the master: its 32 pieces take more than a second."""
+AWAY_S = 3.0
+"""Longer than the silence that counts as death."""
+WHO = {"master": (0,), "middle": (2,), "last": (4,), "two at once": (1, 2), "master and second": (0, 1)}
+WHEN = ("before the first chunk", "midway", "before the last chunk", "held")
+HOW = ("killed", "host lost", "stopped")
+ALWAYS = {
+    ("master", "midway", "killed"),
+    ("middle", "before the last chunk", "host lost"),
+    ("two at once", "midway", "killed"),
+    ("last", "before the first chunk", "stopped"),
+}
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
+
+
+def matrix() -> Iterator[Any]:
+    for case in itertools.product(WHO, WHEN, HOW):
+        yield pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark.nightly], id=", ".join(case))
+
+
+class Hosts:
+    """The relays on their hosts; the first has the trainer beside it."""
+
+    def __init__(self, network: RelayHosts) -> None:
+        self.network = network
+        self.started: list[RelayProcess] = []
+        self.relays = [self.start(i, f"r{i}", slow_ms=0 if i else SLOW_MS) for i in range(RELAYS)]
+
+    def start(self, host: int, name: str, *, slow_ms: float = 0.0) -> RelayProcess:
+        address, prefix = self.network.address(host), self.network.prefix(host)
+        relay = RelayProcess(name, slow_ms=slow_ms, prefix=prefix, address=address)
+        self.started.append(relay)
+        return relay
+
+    def strike(self, i: int, how: str) -> None:
+        if how == "host lost":
+            self.network.cut(i)
+        self.relays[i].kill(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+
+    def end(self) -> None:
+        for relay in self.started:
+            relay.end()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    network = RelayHosts(RELAYS + 1)
+    try:
+        hosts = Hosts(network)
+        try:
+            yield hosts
+        finally:
+            hosts.end()
+    finally:
+        network.close()
+
+
+@pytest.mark.parametrize(("who", "when", "how"), matrix())
+def test_who_lives_has_the_right_bytes(
+    hosts: Hosts, who: str, when: str, how: str, recorder: Recorder, request: pytest.FixtureRequest
+) -> None:
+    """A dead master's bytes are offered again by the trainer, at a relay that was started for it. A stopped relay goes
+    on later, and is to have the version as well."""
+    relays, victims = hosts.relays, WHO[who]
+    plan(relays, 1)
+    subject = relays[1] if victims[0] == 0 else relays[victims[0]]
+    if when == "held" and victims[0] == 0:
+        name = seal(relays[0], 1, BYTES)  # nobody has heard of it yet
+    else:
+        name = publish(relays, 1, BYTES)
+    if when in ("midway", "before the last chunk"):
+        subject.hear({"midway": "quarter", "before the last chunk": "nearly"}[when])
+    elif when == "held" and victims[0] != 0:
+        subject.hear("held")
+    struck_at = time.monotonic()
+    for i in victims:
+        hosts.strike(i, how)
+    if when == "held" and victims[0] == 0:
+        announce([relay for i, relay in enumerate(relays) if i not in victims], name)
+
+    living = [relay for i, relay in enumerate(relays) if i not in victims]
+    if 0 in victims and how != "stopped":
+        again = hosts.start(RELAYS if how == "host lost" else 0, "r0-restarted")
+        assert seal(again, 1, BYTES) == name, "the same bytes"
+        plan([again, *living], 2)
+        announce(living, name)
+    if how == "stopped":
+        time.sleep(max(0.0, struck_at + AWAY_S - time.monotonic()))
+        for i in victims:
+            relays[i].kill(signal.SIGCONT)
+        living = relays
+
+    # Its master has it from the trainer; and what a relay has told before the fault, it does not tell again.
+    silent = [relays[0], *([subject] if when == "held" and victims[0] != 0 else [])]
+    held = {relay.name: relay.hear("held") for relay in living if relay not in silent}
+    assert all([message["held"], message["digest"]] == name for message in held.values())
+    repairs = [(relay, repair) for relay, message in held.items() for repair in message["hop"]["repairs"]]
+    for relay, repair in repairs:
+        line = f"{relay}: {repair['lost']} -> {repair['found']} in {repair['seconds']:.3f} s ({repair['reason']})"
+        request.config.get_terminal_writer().line(f"\n{line}")
+    if 0 not in victims:
+        bystanders = [repair["seconds"] for relay, repair in repairs if relay not in {f"r{i}" for i in victims}]
+        assert all(seconds < 1.0 for seconds in bystanders), repairs
+    last = max(message["at"] for message in held.values())
+    recorder.fault(f"relay broadcast: {who}, {how}", last - struck_at, when=when, repairs=len(repairs))

@@ -136,11 +136,12 @@ def run_config(plan: Plan) -> Config:
 class Cluster:
     """Everything that one run consists of. `calm()` ends all faults that last."""
 
-    def __init__(self, plan: Plan, loop: SimulationLoop) -> None:
+    def __init__(self, plan: Plan, loop: SimulationLoop, config: Config | None = None) -> None:
+        """`config`: another one than the plan's."""
         self.plan = plan
         self.loop = loop
         self.source = random.Random(f"cluster/{plan.seed}")
-        self.config = run_config(plan)
+        self.config = config or run_config(plan)
         self.keys = Keys(RUN, 1)
         self.clock = SimClock(loop)
         self.etcd = MemoryEtcd()

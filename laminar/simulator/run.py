@@ -42,11 +42,11 @@ def simulate(seed: int, *, without: frozenset[Kind] = frozenset()) -> Outcome:
     """The run of a seed; equal seeds give equal outcomes."""
     plan = draw_plan(seed, window_s=FAULT_WINDOW_S, lease_s=LEASE_S, without=without)
     loop = SimulationLoop(random.Random(f"loop/{seed}"))
-    with _quiet():
+    with quiet():
         try:
             return loop.run_until_complete(_run(plan, loop))
         finally:
-            _bury(loop)
+            bury(loop)
 
 
 async def _run(plan: Plan, loop: SimulationLoop) -> Outcome:
@@ -102,7 +102,7 @@ async def _settle(cluster: Cluster) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Dead processes leave unfinished coroutines behind, which Python complains about when it collects them."""
     hook, level = sys.unraisablehook, logging.root.manager.disable
     sys.unraisablehook = lambda _: None
@@ -117,7 +117,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _bury(loop: SimulationLoop) -> None:
+def bury(loop: SimulationLoop) -> None:
     """Forget what the dead left unfinished."""
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]

@@ -1,14 +1,14 @@
 """The simulated cluster beside the published figures: three models, five sizes each, the same costs everywhere.
 
     python benchmarks/cluster.py                          # all tables; some minutes on one core
-    python benchmarks/cluster.py --models qwen2.5-7b --sizes 2
+    python benchmarks/cluster.py --models qwen2.5-7b --sizes 1,3,5
     python benchmarks/cluster.py --real                   # and 1,024 GPUs with the workers themselves
 
 Printed: how much faster Laminar is than each baseline, by configuration and in the mean, beside the paper's means; the
 staleness of what it trains on; what repack gives, with rollouts that take batch after batch as in the paper; what
 drawing while newest and growth-aware plans add. Nothing is tuned: costs follow from published figures of model and
 GPU, lengths from p99 = 10 x median = the limit, the split of the GPUs from the rule in
-`laminar/simulator/scale/split.py`. """
+`laminar/simulator/scale/split.py`."""
 
 from __future__ import annotations
 
@@ -113,26 +113,34 @@ def stages(results: dict[Case, Result], cases: list[tuple[str, int]], heading: s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(SIZES))
-    parser.add_argument("--sizes", type=int, default=5, help="how many of each model's sizes, from the smallest on")
+    parser.add_argument("--sizes", default="1,2,3,4,5", help="which of each model's five sizes")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--set", default="{}", help='JSON, as in {"job": {"steps": 5}}: as in a cluster.toml')
     parser.add_argument("--out", type=Path, help="write all results as JSON")
     parser.add_argument("--stages", action="store_true", help="only what each improvement gives")
+    parser.add_argument("--no-stages", action="store_true", help="without them")
     parser.add_argument("--real", action="store_true", help="72B on 1,024 GPUs with the workers themselves as well")
     asked = parser.parse_args()
     overrides = json.loads(asked.set)
-    models = {name: SIZES[name][: asked.sizes] for name in asked.models.split(",")}
+    chosen = [int(place) - 1 for place in asked.sizes.split(",")]
+    models = {name: tuple(SIZES[name][place] for place in chosen) for name in asked.models.split(",")}
     middle = [(name, sizes[len(sizes) // 2]) for name, sizes in models.items()]
-    cases = [(m, g, p) for m, sizes in models.items() for g in sizes for p in (*PAPER, "laminar") if not asked.stages]
-    cases += [(m, g, p) for m, g in middle for p in STAGES if (m, g, p) not in cases]
+    cases = [(m, g, p) for m, sizes in models.items() for g in sizes for p in ("laminar", *PAPER) if not asked.stages]
+    cases += [(m, g, p) for m, g in middle for p in STAGES if (m, g, p) not in cases and not asked.no_stages]
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(asked.jobs, mp_context=context) as pool:
-        results = dict(zip(cases, pool.map(run_case, cases, [overrides] * len(cases)), strict=True))
+        results = {}
+        for case, result in zip(cases, pool.map(run_case, cases, [overrides] * len(cases)), strict=True):
+            results[case] = result
+            print(f"{case}: {result['tokens_per_s']:,.0f} tokens/s", flush=True)
+            if asked.out:
+                asked.out.write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
     if not asked.stages:
         speed_ups(results, models)
         staleness(results, models)
-    stages(results, middle, "what each part gives; the paper takes batch after batch and packs by present tokens")
+    if not asked.no_stages:
+        stages(results, middle, "what each part gives; the paper takes batch after batch and packs by present tokens")
     print(f"\n{len(cases)} simulations in {time.perf_counter() - began:.0f} s; the longest took "
           f"{max(r['real_s'] for r in results.values()):.0f} s")  # fmt: skip
     if asked.real:
@@ -140,8 +148,6 @@ def main() -> None:
         outcome = run_real("laminar", job_of("qwen2.5-72b", 1024, overrides))
         print(f"the workers themselves, 72B on 1,024 GPUs: {outcome.tokens_per_s:,.0f} tokens/s, staleness "
               f"{outcome.staleness_mean:.2f}, in {time.perf_counter() - began:.0f} s")  # fmt: skip
-    if asked.out:
-        asked.out.write_text(json.dumps(list(results.values()), indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

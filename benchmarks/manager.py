@@ -5,7 +5,7 @@
 
 Draining rollouts of two versions with tails of a log-normal number of tokens. Printed, in milliseconds (median and
 largest of the rounds): parsing the reports that came since the last look, the plan, the slow ones; and what that is of
-a core, with reports that change each second and a plan every five. """
+a core, with reports that change each second and a plan every five."""
 
 from __future__ import annotations
 

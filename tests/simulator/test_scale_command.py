@@ -84,7 +84,7 @@ def test_json_is_the_same_each_time(here: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["small.toml", "--set", "cluster.gpu_count=8"], "did you mean"),
+        (["small.toml", "--set", "cluster.gpuss=8"], "did you mean 'gpus'"),
         (["small.toml", "--set", "rollouts.gpus=4"], "unknown key 'rollouts'; did you mean 'rollout'?"),
         (["small.toml", "--set", "rollout.gpus=8"], "rollout.gpus = 8 leaves none of cluster.gpus = 8"),
         (["small.toml", "--set", "rollout.gpus=7"], "leaves 1 of 8 GPUs to the trainer"),
@@ -170,10 +170,11 @@ def test_a_fit_says_what_balances_and_writes_a_file_that_can_be_simulated(record
     assert (job.groups_per_step, job.samples_per_prompt, job.prompt_tokens) == (4, 4, 10)
     again = CliRunner().invoke(app, ["simulate", "--fit", "my-run", "-o", "fitted.toml"])
     assert again.exit_code != 0
-    simulated = CliRunner().invoke(app, ["simulate", "fitted.toml", "--json", "--set", "job.steps=3"])
+    simulated = CliRunner().invoke(app, ["simulate", "fitted.toml", "--json", "--set", "job.steps=2"])
     assert simulated.exit_code == 0, simulated.output
     outcomes = {o["policy"]: o for o in json.loads(simulated.output)["outcomes"]}
-    assert outcomes["laminar"]["step_s"] == pytest.approx(2.0, rel=0.5), "balanced: about as long as training takes"
+    # Training alone takes 2 s; so few trajectories have tails, for which it waits.
+    assert 1.9 < outcomes["laminar"]["step_s"] < 6
 
 
 def test_a_run_that_has_recorded_too_little_is_told_so(make_store: MakeStore, here: Path) -> None:

@@ -29,9 +29,7 @@ batches, tokens = st.integers(1, 512), st.floats(0, 1e6)
 
 
 @given(decode=decodes, batch=batches, kv=tokens, steps=st.floats(1e-3, 20_000))
-def test_a_decode_step_costs_something_and_more_with_more(
-    decode: Decode, batch: int, kv: float, steps: float
-) -> None:
+def test_a_decode_step_costs_something_and_more_with_more(decode: Decode, batch: int, kv: float, steps: float) -> None:
     assert 0 < decode.step_s(batch, kv) <= decode.step_s(batch + 1, kv)
     assert decode.step_s(batch, kv) <= decode.step_s(batch, kv + 1)
     assert decode.steps_s(batch, kv, steps) >= steps * decode.step_s(batch, kv) * (1 - 1e-9)

@@ -24,7 +24,8 @@ def job(**sections: dict[str, Any]) -> Job:
     return Job.of(settings_from(values))
 
 
-@pytest.mark.parametrize("name", ["laminar", "laminar-off", "partial"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["laminar", "partial"])
 def test_the_model_agrees_with_the_workers_themselves(name: str) -> None:
     modelled, real = run_policy(name, job()), run_real(name, job())
     assert real.tokens_per_s == pytest.approx(modelled.tokens_per_s, rel=0.15), (real, modelled)
@@ -34,11 +35,13 @@ def test_the_model_agrees_with_the_workers_themselves(name: str) -> None:
     assert (real.moved > 0) == (modelled.moved > 0)
 
 
+@pytest.mark.slow
 def test_the_workers_give_the_same_for_the_same_seed() -> None:
     small = job(job={"steps": 2, "warmup_steps": 1})
     assert run_real("laminar", small) == run_real("laminar", small)
 
 
+@pytest.mark.slow
 def test_several_turns_and_environments_with_the_workers_themselves() -> None:
     acting = job(environment={"turns": 2, "median_s": 5.0, "reward_s": 1.0}, job={"steps": 2, "warmup_steps": 1})
     real, modelled = run_real("laminar", acting), run_policy("laminar", acting)

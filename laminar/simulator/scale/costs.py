@@ -8,7 +8,7 @@
     broadcast     T = (p + k - 2) t for p relays, k chunks, t seconds a chunk and hop
 
 The figures come from what is published of GPU and model (`published.py`), from a measured table, or from a recorded
-run. """
+run."""
 
 from __future__ import annotations
 

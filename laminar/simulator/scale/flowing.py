@@ -69,7 +69,8 @@ class Flowing:
         machine = max(1, job.settings.cluster.gpus_per_machine // job.costs.tensor_parallel)
         self.rollouts = [
             # The master is on the trainer's machine.
-            Rollout(f"rollout-{i:05d}", job, relay=1 + i // machine) for i in range(self.split.rollouts)
+            Rollout(f"rollout-{i:05d}", job, relay=1 + i // machine)
+            for i in range(self.split.rollouts)
         ]
         self.published_at = {0: -1e9}
         self.moves = Moves(self, growing=self.policy.repack is Repack.GROWING)

@@ -104,13 +104,12 @@ class Job:
         tokens = self.settings.job.prompt_tokens + self.lengths.of_groups(groups).ravel()
         return self.costs.train.step_s(tokens, gpus, mini_batches or self.settings.job.mini_batches)
 
+
 def costs_of(settings: Settings) -> Costs:
     """Of the model on the GPU, with what was measured in its place."""
     measured = settings.costs
     if settings.model.name != MEASURED:
-        base = published_costs(
-            MODELS[settings.model.name], GPUS[settings.cluster.gpu], settings.model.tensor_parallel
-        )
+        base = published_costs(MODELS[settings.model.name], GPUS[settings.cluster.gpu], settings.model.tensor_parallel)
         return _with_measured(base, measured)
     size, rate = measured.version_bytes or MEASURED_BYTES, measured.bytes_per_s or MASTER_BYTES_PER_S
     load_s = measured.load_s or RELOAD_S

@@ -37,7 +37,7 @@ class Outcome:
     preempted: int = 0
     kv_over_time: list[tuple[float, float]] = field(default_factory=list)
     plan_ms: list[float] = field(default_factory=list, compare=False)
-    """Real milliseconds of each plan of repack: what the manager spends an interval."""
+    """Milliseconds of a core that each plan of repack took."""
 
     @property
     def step_s(self) -> float:

@@ -38,7 +38,9 @@ POLICIES = {
     "partial": Policy(Pipeline.FLOWING, "partial rollout: weights change within trajectories (AReaL)", interrupt=True),
     "laminar-batch": Policy(Pipeline.FLOWING, "rollouts take batch after batch, no repack", continuous=False),
     "laminar-batch-blind": Policy(
-        Pipeline.FLOWING, "the paper: batch after batch, repack by present tokens", continuous=False,
+        Pipeline.FLOWING,
+        "the paper: batch after batch, repack by present tokens",
+        continuous=False,
         repack=Repack.BLIND,
     ),
     "laminar-batch-repack": Policy(

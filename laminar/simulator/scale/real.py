@@ -59,7 +59,9 @@ def real_config(name: str, job: Job) -> Config:
     return config_from(
         {
             "run": {
-                "name": RUN, "store": "memory://twin", "seed": s.job.seed,
+                "name": RUN,
+                "store": "memory://twin",
+                "seed": s.job.seed,
                 # Drawing goes on as in the middle of a longer job.
                 "max_steps": s.job.steps + s.job.warmup_steps + ahead,
             },

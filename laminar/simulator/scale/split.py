@@ -2,8 +2,8 @@
 policy itself is fastest.
 
 How fast a split is depends on how tails, versions and admission meet, so it is tried: a few steps of the very
-simulation, from half and half on in the direction that is faster, until it gets slower. In turns there is nothing to
-split.
+simulation, with a quarter of GPUs and trajectories where that many can be split by eighths, from half and half on in
+the direction that is faster, until it gets slower. In turns there is nothing to split.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def timed(rounds: int, work: Callable[[int], object]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--draining", type=float, default=0.9, help="share of the rollouts that drain")
     asked = parser.parse_args()
     reports = [loads(asked.rollouts, seed, asked.draining) for seed in range(asked.rounds)]

@@ -180,8 +180,9 @@ def _mean_at_once(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
     order = np.argsort(times, kind="stable")
     times, running = times[order], np.cumsum(changes[order])
     integral = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
-    shares: np.ndarray = np.interp(ended, times, integral) - np.interp(began, times, integral)
-    return shares / (ended - began)
+    during = np.interp(ended, times, integral) - np.interp(began, times, integral)
+    shares: np.ndarray = during / (ended - began)
+    return shares
 
 
 def write_fit(found: Fit, output: Path, *, force: bool) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the config's own models and docstrings: `.venv/bin/python docs/generate_config.py`."""
+"""Writes docs/config.md and docs/cluster.md from the docstrings of their models: `python docs/generate_config.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from laminar.config import FROZEN, Config
+from laminar.simulator.scale.settings import Settings
 
-PAGE = Path(__file__).with_name("config.md")
+PAGE, CLUSTER_PAGE = Path(__file__).with_name("config.md"), Path(__file__).with_name("cluster.md")
 HEAD = """\
 # The config
 
@@ -26,6 +27,14 @@ in the message; `laminar run config.toml --dry-run` checks all of it. `--set sec
 A value marked *frozen* may not change when a run is resumed, nor may the prompts, the tokenizer, its chat template or
 the model's files. All others may; each change is recorded in `run.json` with the step at which it took effect.
 """
+CLUSTER_HEAD = """\
+# cluster.toml
+
+<!-- Written by docs/generate_config.py; change the docstrings in laminar/simulator/scale/settings.py instead. -->
+
+What `laminar simulate cluster.toml` reads: a table for each section below, each with a default for every key; an
+unknown key is refused with the near name. [examples/cluster.toml](../examples/cluster.toml) has those that one
+changes. `--set section.key=value` overrides one value. """
 BOUNDS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
 WORDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
@@ -56,22 +65,28 @@ def default(field: FieldInfo) -> str:
     return "absent" if value is None else f"`{json.dumps(value)}`"
 
 
-def rows(section: str, model: type[BaseModel]) -> Iterator[str]:
+def rows(section: str, model: type[BaseModel], frozen_keys: tuple[str, ...]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         meaning = " ".join((field.description or "").split())
-        frozen = " *Frozen.*" if f"{section}.{name}" in FROZEN and "Frozen" not in meaning else ""
+        frozen = " *Frozen.*" if f"{section}.{name}" in frozen_keys and "Frozen" not in meaning else ""
         cells = (f"`{name}`", bounded(field), default(field), meaning.replace("Frozen", "*Frozen*") + frozen)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def page() -> str:
-    parts = [HEAD]
-    for section, field in Config.model_fields.items():
+def page(head: str = HEAD, tree: type[BaseModel] = Config) -> str:
+    parts = [head]
+    frozen = FROZEN if tree is Config else ()
+    for section, field in tree.model_fields.items():
         model: Any = field.annotation
         heading = f"## [{section}]\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
-        parts.append(heading + "\n".join(rows(section, model)) + "\n")
+        parts.append(heading + "\n".join(rows(section, model, frozen)) + "\n")
     return "\n".join(parts)
+
+
+def cluster_page() -> str:
+    return page(CLUSTER_HEAD, Settings)
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")

@@ -33,6 +33,7 @@ app = typer.Typer(
         "laminar audit my-run                           is everything there exactly once?\n"
         "laminar replay my-run --steps 5                train recorded steps again, and compare\n"
         "laminar recover my-run                         rebuild a lost etcd from the store\n"
+        "laminar simulate examples/cluster.toml         a job on a cluster that you do not have yet\n"
         "```\n"
     ),
 )
@@ -325,17 +326,52 @@ def replay(
 
 @app.command()
 def simulate(
+    cluster: Annotated[
+        Path | None, typer.Argument(metavar="[CLUSTER.toml]", help="A job on a cluster, such as examples/cluster.toml.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value of the file. May be repeated."),
+    ] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="The last policy with the workers themselves: slower, nothing simplified.")
+    ] = False,
+    fit: Annotated[
+        str, typer.Option("--fit", metavar="RUN", help="How many rollouts balance a recorded run's trainer.")
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The PNG (default `<cluster>.png`), or the TOML that --fit writes."),
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="JSON in place of the table.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --fit: replace existing files.")] = False,
     faults: Annotated[bool, typer.Option("--faults", help="Run the real workers under seeded faults.")] = False,
     seeds: Annotated[str, typer.Option("--seeds", metavar="A..B", help="A seed, or a range with both ends.")] = "0..99",
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="Processes; default: one a core.")] = os.cpu_count() or 1,
 ) -> None:
-    """Prove the protocol: the real rollout, trainer, relay and manager code in virtual time, with crashes at any call,
-    pauses, partitions, full disks, power cuts. Exits with 1 if any seed breaks an invariant; a seed replays exactly."""
-    from laminar.simulator.seeds import run_faults
+    """Try a job on a cluster before you rent it; fit one to a recorded run; or prove the protocol under faults.
 
-    if not faults:
-        raise typer.BadParameter("say --faults")
-    raise typer.Exit(0 if run_faults(seeds, jobs, lambda text: _print(Text(text))) else 1)
+    `laminar simulate examples/cluster.toml --set cluster.gpus=256` compares Laminar with synchronous, one-step stale,
+    streaming and partial-rollout training: throughput, idle GPUs, staleness, KV use; a table, JSON, a PNG.
+
+    `laminar simulate --fit my-run` says how many rollouts balance the trainer, and writes such a file.
+
+    `laminar simulate --faults` runs the real rollout, trainer, relay and manager code in virtual time, with crashes at
+    any call, pauses, partitions, full disks, power cuts. Exits with 1 if any seed breaks an invariant; a seed replays
+    exactly.
+    """
+    if (cluster is not None) + bool(fit) + faults != 1:
+        raise typer.BadParameter("name a cluster's TOML file, or say --fit RUN, or --faults")
+    if faults:
+        from laminar.simulator.seeds import run_faults
+
+        raise typer.Exit(0 if run_faults(seeds, jobs, lambda text: _print(Text(text))) else 1)
+    from laminar.simulator.scale.command import run_cluster, run_fit
+
+    if cluster is None:
+        run_fit(fit, output, as_json=json_, force=force, say=_print)
+    else:
+        run_cluster(cluster, set_ or [], output, as_json=json_, real=real, say=_print)
 
 
 @app.command()

@@ -23,6 +23,11 @@ def test_the_page_is_up_to_date(page: str) -> None:
     assert (DOCS / "config.md").read_text(encoding="utf-8") == page, "run: .venv/bin/python docs/generate_config.py"
 
 
+def test_the_page_of_the_simulated_cluster_is_up_to_date() -> None:
+    generate: Callable[[], str] = runpy.run_path(str(DOCS / "generate_config.py"))["cluster_page"]
+    assert (DOCS / "cluster.md").read_text(encoding="utf-8") == generate(), "run: python docs/generate_config.py"
+
+
 def test_every_key_has_a_line_that_says_what_it_means(page: str) -> None:
     for section, field in Config.model_fields.items():
         lines = page.split(f"## [{section}]\n")[1].split("\n## ")[0].splitlines()

@@ -76,7 +76,7 @@ def plot(store: StoreView, output: Path) -> Path:
             axis.set_xlabel(label, color=INK)
     _finish(axes)
     figure.suptitle(f"{store.run.run}: {len(rows)} steps in {_span(rows)}", color=INK, fontsize=13, x=0.01, ha="left")
-    return _save(figure, output)
+    return save_figure(figure, output)
 
 
 def _series(values: Sequence[float | None]) -> list[float]:
@@ -145,7 +145,8 @@ def _span(rows: Sequence[StepRow]) -> str:
     return f"{minutes:.1f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
 
 
-def _save(figure: Any, output: Path) -> Path:
+def save_figure(figure: Any, output: Path) -> Path:
+    """Write a figure as PNG, replaced as a whole. Raises StoreError."""
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         figure.savefig(temporary, format="png")

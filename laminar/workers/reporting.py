@@ -4,7 +4,7 @@ second, and at least every five."""
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ class Lengths:
 
     def add(self, length: int) -> None:
         if len(self._recent) == REMEMBERED:
-            self._sorted.remove(self._recent[0])
+            del self._sorted[bisect_left(self._sorted, self._recent[0])]
         self._recent.append(length)
         insort(self._sorted, length)
 

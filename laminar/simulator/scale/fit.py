@@ -1,0 +1,245 @@
+"""`laminar simulate --fit RUN`: what a recorded run says of lengths and rates, and how many rollouts balance a trainer.
+
+    experience: lengths, starts, ends, workers ──▶ how many ran at once, seconds a token ──▶ decode table
+    step_metrics: train_s                      ──▶ trained tokens a second
+              consumed tokens a step / (seconds a step x tokens a second of one rollout) = rollouts for a trainer
+
+The lengths go into a file beside the TOML, which `laminar simulate` draws from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import pyarrow as pa
+
+from laminar.config import Config, config_from
+from laminar.errors import ConfigError, StoreError
+from laminar.workers.export import checked_writer, write_table
+from laminar.workers.inspect import StoreView
+from laminar.workers.length_bias import policy_tokens
+
+FORWARD_SHARE = 3.0
+"""A training pass costs about three forward passes; a prefill is one."""
+FEWEST = 16
+"""Trajectories below which nothing is said."""
+
+QUERY = """
+select coalesce(len(prompt_ids), 0) as prompt, policy_mask, span_worker[1] as worker, turns,
+       epoch_us(started_at) / 1e6 as began, epoch_us(finished_at) / 1e6 as ended
+from experience where len(token_ids) > 0 and started_at is not null and finished_at > started_at
+order by "group", sample
+"""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rates in tokens a second: `rollout_rate` of one rollout's policy tokens while it has work, `train_rate` of the
+    trainer, prompts counted. `decode`: rows of (batch, tokens in the KV cache, seconds a token). `step_s`: the median
+    of a training step; `step_tokens`: policy tokens that a step consumes, those of retired groups too."""
+
+    run: str
+    lengths: list[int]
+    prompt_tokens: int
+    turns: int
+    workers: int
+    rollout_rate: float
+    train_rate: float
+    step_s: float
+    step_tokens: float
+    decode: list[tuple[float, float, float]]
+    groups_per_step: int
+    samples_per_prompt: int
+    max_ahead_groups: int
+    max_running: int
+
+    @property
+    def rollouts(self) -> float:
+        """How many rollouts generate as fast as one trainer trains."""
+        return self.step_tokens / (self.step_s * self.rollout_rate)
+
+    @property
+    def whole_rollouts(self) -> int:
+        """Rounded up: a trainer that waits holds everybody, a rollout that waits only itself."""
+        return max(1, math.ceil(self.rollouts - 0.05))
+
+    def says(self) -> str:
+        lengths = np.array(self.lengths)
+        more = self.whole_rollouts - self.workers
+        advice = "as it had" if not more else f"it had {self.workers}: {abs(more)} {'more' if more > 0 else 'fewer'}"
+        return "\n".join(
+            [
+                f"{self.run}: {len(lengths)} trajectories, {lengths.mean():.0f} tokens in the mean, median "
+                f"{np.median(lengths):.0f}, 99th percentile {np.percentile(lengths, 99):.0f}, longest {lengths.max()}",
+                f"one rollout with work makes {self.rollout_rate:,.0f} tokens/s; a step consumes "
+                f"{self.step_tokens:,.0f} and takes the trainer {self.step_s:.2f} s",
+                f"balance: {self.rollouts:.2f} rollouts for one trainer, so {self.whole_rollouts} ({advice})",
+            ]
+        )
+
+
+def fit(store: StoreView) -> Fit:
+    """Blocks. Raises StoreError where the run has recorded too little."""
+    store.require("experience")
+    rows = store.query(QUERY)
+    if rows.num_rows < FEWEST:
+        raise StoreError(f"{store.root} has {rows.num_rows} finished trajectories with times, {FEWEST} are needed")
+    tokens = np.array(policy_tokens(rows["policy_mask"]), dtype=float)
+    began, ended = (np.array(rows[name].to_pylist(), dtype=float) for name in ("began", "ended"))
+    prompts = np.array(rows["prompt"].to_pylist(), dtype=float)
+    workers = np.array([name or "" for name in rows["worker"].to_pylist()])
+    names = sorted(set(workers))
+    busy_s = sum(_busy_s(began[workers == name], ended[workers == name]) for name in names)
+    config = config_from(dict(store.run.config), origin=f"{store.root}/run.json")
+    step_s, train_rate, step_tokens = _training(store, config)
+    return Fit(
+        run=store.run.run,
+        lengths=[int(n) for n in tokens if n > 0],
+        prompt_tokens=max(1, round(float(prompts.mean()))),
+        turns=max(1, round(float(np.mean(rows["turns"].to_pylist())))),
+        workers=_at_once(began, ended, workers),
+        rollout_rate=float(tokens.sum()) / busy_s,
+        train_rate=train_rate,
+        step_s=step_s,
+        step_tokens=step_tokens,
+        decode=_decode_table(began, ended, tokens, prompts, workers),
+        groups_per_step=config.trainer.groups_per_step,
+        samples_per_prompt=config.sampling.samples_per_prompt,
+        max_ahead_groups=config.max_ahead_groups,
+        max_running=config.rollout.max_running,
+    )
+
+
+def _training(store: StoreView, config: Config) -> tuple[float, float, float]:
+    """Median seconds of a step, tokens a second of the trainer, policy tokens that a step consumes."""
+    rows = store.query("select metrics from step_metrics where step >= 0 order by step").to_pylist()
+    metrics = [json.loads(row["metrics"]) for row in rows]
+    seconds = [m["train_s"] for m in metrics if m.get("train_s")]
+    lengths = [m["response_length_mean"] for m in metrics if m.get("train_s") and m.get("response_length_mean")]
+    if not seconds or not lengths:
+        raise StoreError(f"{store.root} has no trained step with its duration (train_s in step_metrics)")
+    copies = [m["publish_copy_s"] for m in metrics if m.get("publish_copy_s")]
+    trajectories = config.trainer.groups_per_step * config.sampling.samples_per_prompt
+    prompt = store.query("select avg(len(prompt_ids)) as n from experience").to_pylist()[0]["n"] or 0.0
+    step_tokens = trajectories * float(np.mean(lengths))
+    step_s = median(seconds)
+    rate = (step_tokens + trajectories * prompt) / step_s
+    return step_s + (median(copies) if copies else 0.0), rate, step_tokens
+
+
+def _busy_s(began: np.ndarray, ended: np.ndarray) -> float:
+    """Seconds in which at least one of the intervals goes on."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(zip(began.tolist(), ended.tolist(), strict=True)):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _at_once(began: np.ndarray, ended: np.ndarray, workers: np.ndarray) -> int:
+    """How many workers had work at once at most: those of a restart are not counted twice."""
+    events: list[tuple[float, int]] = []
+    for name in sorted(set(workers)):
+        own = workers == name
+        events += [(float(began[own].min()), 1), (float(ended[own].max()), -1)]
+    most = now = 0
+    for _, change in sorted(events):
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _decode_table(
+    began: np.ndarray, ended: np.ndarray, tokens: np.ndarray, prompts: np.ndarray, workers: np.ndarray
+) -> list[tuple[float, float, float]]:
+    """Of each power of two of trajectories at once: their median number, tokens in the KV cache, seconds a token."""
+    batch = np.zeros(len(began))
+    for name in set(workers):
+        own = workers == name
+        batch[own] = _mean_at_once(began[own], ended[own])
+    seconds = (ended - began) / np.maximum(tokens, 1)
+    context = prompts + tokens / 2
+    table = []
+    sizes = np.floor(np.log2(np.maximum(batch, 1))).astype(int)
+    for size in np.unique(sizes):
+        some = sizes == size
+        at_once = float(np.median(np.maximum(batch[some], 1)))
+        table.append((at_once, at_once * float(np.median(context[some])), float(np.median(seconds[some]))))
+    return table
+
+
+def _mean_at_once(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Of each interval, how many of all go on during it, on average: its share of the integral over their number."""
+    times = np.concatenate([began, ended])
+    changes = np.concatenate([np.ones(len(began)), -np.ones(len(ended))])
+    order = np.argsort(times, kind="stable")
+    times, running = times[order], np.cumsum(changes[order])
+    integral = np.concatenate([[0.0], np.cumsum(running[:-1] * np.diff(times))])
+    during = np.interp(ended, times, integral) - np.interp(began, times, integral)
+    shares: np.ndarray = during / (ended - began)
+    return shares
+
+
+def write_fit(found: Fit, output: Path, *, force: bool) -> list[Path]:
+    """Write cluster.toml and the lengths beside it. Raises ConfigError, StoreError."""
+    trace = output.with_name(f"{output.stem}.lengths.parquet")
+    if output.exists() and not force:
+        raise ConfigError(f"{output} exists; choose another path with -o, or replace it with --force")
+    checked_writer(trace, force=force)
+    write_table(pa.table({"tokens": pa.array(found.lengths, pa.int32())}), trace, force=force)
+    try:
+        output.write_text(_toml(found, trace.name), encoding="utf-8")
+    except OSError as e:
+        raise StoreError(f"cannot write {output}: {e.strerror or e}") from e
+    return [output, trace]
+
+
+def _toml(found: Fit, trace: str) -> str:
+    longest = max(found.lengths)
+    room = math.ceil(1.02 * found.max_running * (found.prompt_tokens + longest))
+    decode = "".join(f"    [{batch:.1f}, {kv:.0f}, {seconds:.6f}],\n" for batch, kv, seconds in found.decode)
+    return f"""\
+# From the run {found.run!r}: `laminar simulate {trace.removesuffix(".lengths.parquet")}.toml`
+# Its devices are called GPUs here, whatever they are: one a rollout, the rest train.
+
+[cluster]
+gpus = {found.whole_rollouts + 1}
+
+[model]
+name = "measured"
+
+[job]
+groups_per_step = {found.groups_per_step}
+samples_per_prompt = {found.samples_per_prompt}
+mini_batches = 1
+prompt_tokens = {found.prompt_tokens}
+max_tokens = {longest}
+max_ahead_groups = {found.max_ahead_groups}
+
+[lengths]
+trace = {json.dumps(trace)}
+
+[environment]
+turns = {found.turns}
+
+[rollout]
+gpus = {found.whole_rollouts}   # {found.rollouts:.2f} balance one trainer
+max_running = {found.max_running}
+
+[costs]
+# Trajectories at once, tokens in the KV cache, seconds a token: from starts and ends of the recorded trajectories, so
+# rewards and environments are in it.
+decode = [
+{decode}]
+kv_tokens = {room}   # not recorded: room for all that runs at once
+prefill_tokens_per_s = {FORWARD_SHARE * found.train_rate:.1f}   # not recorded: three times the rate of training
+train_tokens_per_s = {found.train_rate:.1f}
+
+[compare]
+policies = ["synchronous", "one-step", "stream", "partial", "laminar"]
+"""

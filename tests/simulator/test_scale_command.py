@@ -1,0 +1,184 @@
+"""`laminar simulate CLUSTER.toml` and `--fit RUN` as a user meets them: table, JSON, PNG, errors, a file that works."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
+from laminar.cli import app, main
+from laminar.errors import StoreError
+from laminar.simulator.scale.fit import fit
+from laminar.simulator.scale.settings import load_settings
+from laminar.workers.inspect import open_store
+
+MakeStore = Callable[..., Path]
+ROOT = Path(__file__).parent.parent.parent
+START_US = 1_780_000_000_000_000
+SMALL = """
+[cluster]
+gpus = 8
+[job]
+groups_per_step = 8
+samples_per_prompt = 4
+steps = 2
+warmup_steps = 1
+[compare]
+policies = ["synchronous", "laminar"]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LAMINAR_DEBUG", raising=False)
+    (tmp_path / "small.toml").write_text(SMALL)
+    return tmp_path
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["laminar", "simulate", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def test_the_example_teaches_only_keys_that_exist() -> None:
+    text = (ROOT / "examples" / "cluster.toml").read_text()
+    assert load_settings(ROOT / "examples" / "cluster.toml", []).cluster.gpus == 64
+    for key in re.findall(r"^# (\w+) = ", text, re.M):
+        assert any(key in section.model_fields for section in _sections()), key
+
+
+def _sections() -> list[Any]:
+    from laminar.simulator.scale.settings import Settings
+
+    return [field.annotation for field in Settings.model_fields.values()]
+
+
+def test_a_table_and_a_picture(here: Path) -> None:
+    result = CliRunner().invoke(app, ["simulate", "small.toml", "--set", "rollout.gpus=4"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^laminar +4\+4 .*1\.00 x", result.output, re.M), result.output
+    assert re.search(r"^synchronous +8 ", result.output, re.M)
+    assert (here / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_the_same_each_time(here: Path) -> None:
+    first, second = (CliRunner().invoke(app, ["simulate", "small.toml", "--json", "-o", "x.png"]) for _ in range(2))
+    assert first.exit_code == 0 and first.output == second.output
+    values = json.loads(first.output)
+    assert [o["policy"] for o in values["outcomes"]] == ["synchronous", "laminar"]
+    assert values["settings"]["cluster"]["gpus"] == 8 and (here / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["small.toml", "--set", "cluster.gpuss=8"], "did you mean 'gpus'"),
+        (["small.toml", "--set", "rollouts.gpus=4"], "unknown key 'rollouts'; did you mean 'rollout'?"),
+        (["small.toml", "--set", "rollout.gpus=8"], "rollout.gpus = 8 leaves none of cluster.gpus = 8"),
+        (["small.toml", "--set", "rollout.gpus=7"], "leaves 1 of 8 GPUs to the trainer"),
+        (["small.toml", "--set", 'compare.policies=["verl"]'], "known are synchronous"),
+        (["small.toml", "--set", "nonsense"], "section.key=value"),
+        (["small.toml", "--set", "lengths.trace=absent.parquet"], "absent.parquet"),
+        (["small.toml", "--real", "--set", 'compare.policies=["stream"]'], "cannot run the policy 'stream'"),
+        (["absent.toml"], "cannot read absent.toml"),
+        (["--fit", "nowhere"], "no store at 'nowhere'"),
+    ],
+)
+def test_nonsense_is_refused_with_the_numbers_and_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert fails(monkeypatch, *arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_to_simulate_must_be_said_once(here: Path) -> None:
+    for arguments in ([], ["small.toml", "--faults"], ["small.toml", "--fit", "run"]):
+        assert CliRunner().invoke(app, ["simulate", *arguments]).exit_code == 2
+
+
+# -- a recorded run ---------------------------------------------------------------------------------------------
+
+
+def record(root: Path, *, steps: int = 4, train_s: float = 2.0) -> None:
+    """Two rollouts, each of which decodes its trajectories four at a time, 0.01 s a token; steps of 16 trajectories."""
+    import lance
+
+    source = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    free = {f"rollout-{i}": [0.0] * 4 for i in range(2)}
+    for number in range(16 * steps):
+        worker = f"rollout-{number % 2}"
+        slot = free[worker].index(min(free[worker]))
+        tokens, began = int(np.clip(source.lognormal(4, 0.8), 4, 1000)), free[worker][slot]
+        free[worker][slot] = began + 0.01 * tokens
+        row = dict.fromkeys(EXPERIENCE.names) | {
+            "group": number // 4, "sample": number % 4, "prompt_ids": [1] * 10, "token_ids": [3] * tokens,
+            "policy_mask": [True] * tokens, "span_worker": [worker], "turns": 1, "status": "ok", "reward": 1.0,
+            "started_at": START_US + int(began * 1e6), "finished_at": START_US + int(1e6 * free[worker][slot]),
+            "commit_seq": number,
+        }  # fmt: skip
+        rows.append(row)
+    lance.write_dataset(pa.Table.from_pylist(rows, schema=EXPERIENCE), str(root / "experience.lance"))
+    mean = float(np.mean([len(row["token_ids"]) for row in rows]))
+    metrics = [
+        {"step": step, "version": step + 1, "digest": "d", "at": START_US, "commit_seq": step,
+         "metrics": json.dumps({"train_s": train_s, "response_length_mean": mean, "publish_copy_s": 0.0})}
+        for step in range(steps)
+    ]  # fmt: skip
+    lance.write_dataset(pa.Table.from_pylist(metrics, schema=STEP_METRICS), str(root / "step_metrics.lance"))
+
+
+@pytest.fixture
+def recorded(make_store: MakeStore, here: Path) -> Path:
+    root = make_store("my-run", tables=False)
+    manifest = json.loads((root / "run.json").read_text())
+    manifest["config"] |= {
+        "trainer": {"groups_per_step": 4}, "sampling": {"samples_per_prompt": 4}, "rollout": {"max_running": 4},
+    }  # fmt: skip
+    (root / "run.json").write_text(json.dumps(manifest))
+    record(root)
+    return root
+
+
+def test_a_fit_finds_the_rates_that_were_recorded(recorded: Path) -> None:
+    found = fit(open_store(str(recorded)))
+    assert found.workers == 2 and found.prompt_tokens == 10 and len(found.lengths) == 64
+    assert found.rollout_rate == pytest.approx(4 / 0.01, rel=0.25), "four at a time, but at the end"
+    full = max(found.decode)
+    assert full[0] == pytest.approx(4, abs=0.3) and full[2] == pytest.approx(0.01, rel=0.01)
+    mean = sum(found.lengths) / len(found.lengths)
+    assert found.rollouts == pytest.approx(16 * mean / (2.0 * found.rollout_rate), rel=0.01)
+
+
+def test_a_fit_says_what_balances_and_writes_a_file_that_can_be_simulated(recorded: Path, here: Path) -> None:
+    result = CliRunner().invoke(app, ["simulate", "--fit", "my-run", "-o", "fitted.toml"])
+    assert result.exit_code == 0, result.output
+    assert re.search(r"balance: \d\.\d\d rollouts for one trainer, so \d", result.output)
+    job = load_settings(here / "fitted.toml", []).job
+    assert (job.groups_per_step, job.samples_per_prompt, job.prompt_tokens) == (4, 4, 10)
+    again = CliRunner().invoke(app, ["simulate", "--fit", "my-run", "-o", "fitted.toml"])
+    assert again.exit_code != 0
+    simulated = CliRunner().invoke(app, ["simulate", "fitted.toml", "--json", "--set", "job.steps=2"])
+    assert simulated.exit_code == 0, simulated.output
+    outcomes = {o["policy"]: o for o in json.loads(simulated.output)["outcomes"]}
+    # Training alone takes 2 s; so few trajectories have tails, for which it waits.
+    assert 1.9 < outcomes["laminar"]["step_s"] < 6
+
+
+def test_a_run_that_has_recorded_too_little_is_told_so(make_store: MakeStore, here: Path) -> None:
+    with pytest.raises(StoreError, match="no committed row yet"):
+        fit(open_store(str(make_store("new", tables=False))))
+    with pytest.raises(StoreError, match="train_s"):
+        fit(open_store(str(make_store("old"))))

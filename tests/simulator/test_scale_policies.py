@@ -1,0 +1,121 @@
+"""What each policy of the simulated cluster must keep, whatever it costs; and what is to be seen of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laminar.errors import ConfigError
+from laminar.simulator.scale.barriers import Barriers
+from laminar.simulator.scale.compare import run_policy, split_of
+from laminar.simulator.scale.flowing import Flowing
+from laminar.simulator.scale.job import Job
+from laminar.simulator.scale.policies import POLICIES, Pipeline
+from laminar.simulator.scale.settings import settings_from
+
+
+def job(**sections: dict[str, Any]) -> Job:
+    values: dict[str, Any] = {
+        "cluster": {"gpus": 16},
+        "job": {"groups_per_step": 12, "samples_per_prompt": 4, "steps": 3, "warmup_steps": 2, "mini_batches": 4},
+        "rollout": {"max_running": 16, "gpus": 6},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return Job.of(settings_from(values))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_each_group_is_trained_once_and_equal_seeds_give_equal_outcomes(name: str) -> None:
+    flows = POLICIES[name].pipeline is Pipeline.FLOWING
+    simulation = (Flowing if flows else Barriers)(name, job(), split_of(name, job()))
+    outcome = simulation.run()
+    assert outcome == run_policy(name, job())
+    trained = [group for batch in simulation.batches for group in batch]
+    assert len(trained) == len(set(trained)) == 12 * len(simulation.batches)
+    assert sum(outcome.staleness.values()) == 3 * 12 * 4
+    for share in (outcome.rollout_idle, outcome.trainer_idle, outcome.kv_share):
+        assert 0 <= share <= 1, outcome
+    assert all(0 <= share <= 1 for _, share in outcome.kv_over_time)
+    if isinstance(simulation, Flowing):
+        drawn = set(range(simulation.cursor))
+        unfinished, complete = set(simulation.trainer.missing), set(simulation.trainer.opened.complete())
+        assert drawn == set(trained) | unfinished | complete, "a drawn group is trained, complete or open"
+        assert len(drawn) == len(trained) + len(unfinished) + len(complete)
+        owned = [key for rollout in simulation.rollouts for key in rollout.live]
+        assert len(owned) == len(set(owned)) == sum(simulation.trainer.missing.values()), "each has one owner"
+
+
+def test_another_seed_gives_another_outcome() -> None:
+    assert run_policy("laminar", job()).tokens_per_s != run_policy("laminar", job(job={"seed": 1})).tokens_per_s
+
+
+def test_who_waits_for_whom_shows_in_the_staleness() -> None:
+    assert run_policy("synchronous", job()).staleness_max == 0
+    assert run_policy("stream", job()).staleness_max == 0
+    one_step = run_policy("one-step", job())
+    assert set(one_step.staleness) == {1}
+    assert run_policy("laminar", job(job={"max_staleness": 0})).staleness_mean <= 1
+    assert run_policy("laminar", job()).staleness_mean > 0
+
+
+def test_in_turns_each_gpu_generates_or_trains_or_waits_for_the_slowest() -> None:
+    outcome = run_policy("synchronous", job())
+    assert outcome.rollout_idle == outcome.trainer_idle > 0.1
+    assert outcome.rollout_gpus == outcome.trainer_gpus == 16
+
+
+def test_without_tails_there_is_nothing_to_pack() -> None:
+    outcome = run_policy("laminar", job(lengths={"sigma": 0.0}))
+    assert outcome.moved == 0
+
+
+def test_with_long_tails_repack_moves_and_rollouts_come_sooner_to_new_work() -> None:
+    """Many small steps: versions come often, and rollouts share them while they drain."""
+    tails: dict[str, Any] = {
+        "cluster": {"gpus": 48}, "rollout": {"gpus": 32, "max_running": 48},
+        "job": {"groups_per_step": 64, "steps": 4, "max_ahead_groups": 640},
+    }  # fmt: skip
+    off, on = run_policy("laminar-off", job(**tails)), run_policy("laminar", job(**tails))
+    assert off.moved == 0 < on.moved
+    assert on.refilled_tokens > off.refilled_tokens
+    assert on.generated_per_s > 0.97 * off.generated_per_s
+
+
+def test_interrupted_trajectories_pay_with_computing_their_cache_anew() -> None:
+    partial = run_policy("partial", job())
+    assert partial.refilled_tokens > 0 and partial.moved == 0
+    assert partial.kv_share > run_policy("one-step", job()).kv_share
+
+
+def test_turns_and_environments_take_their_time() -> None:
+    plain = run_policy("laminar", job())
+    acting = run_policy("laminar", job(environment={"turns": 3, "median_s": 20.0, "sigma": 0.5, "reward_s": 1.0}))
+    assert acting.step_s > plain.step_s
+    sync = run_policy("synchronous", job(environment={"turns": 3, "median_s": 20.0, "sigma": 0.5, "reward_s": 1.0}))
+    assert sync.step_s > run_policy("synchronous", job()).step_s + 20
+
+
+def test_the_split_balances_generation_and_training() -> None:
+    free: dict[str, Any] = {"rollout": {"gpus": 0}, "job": {"groups_per_step": 48, "mini_batches": 1}}
+    for name in ("laminar", "one-step"):
+        slow_training = split_of(name, job(costs={"train_tokens_per_s": 500.0}, **free))
+        fast_training = split_of(name, job(costs={"train_tokens_per_s": 50_000.0}, **free))
+        assert slow_training.rollout_gpus < fast_training.rollout_gpus
+        assert slow_training.rollout_gpus + slow_training.trainer_gpus == 16
+
+
+def test_what_cannot_be_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.gpus = 15 leaves 1 of 16 GPUs"):
+        split_of("laminar", job(rollout={"gpus": 15}))
+    with pytest.raises(ConfigError, match=r"rollout\.gpus = 6 is no multiple of 4"):
+        split_of("laminar", job(model={"name": "qwen2.5-32b"}, cluster={"gpus": 32}, rollout={"gpus": 6}))
+    with pytest.raises(ConfigError, match=r"cluster\.gpus = 16 are too few"):
+        split_of("laminar", job(model={"name": "qwen2.5-72b"}, rollout={"gpus": 0}))
+    with pytest.raises(ConfigError, match="KV cache"):
+        job(model={"name": "qwen2.5-72b", "tensor_parallel": 2})
+    with pytest.raises(ConfigError, match="leaves none"):
+        job(rollout={"gpus": 16})
+    with pytest.raises(ConfigError, match=r"model\.name = 'measured' needs costs\.decode"):
+        job(model={"name": "measured"})

@@ -1,0 +1,53 @@
+"""The model of Laminar agrees with the workers themselves on a small cluster, and both repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from laminar.errors import ConfigError
+from laminar.simulator.scale.compare import run_policy
+from laminar.simulator.scale.job import Job
+from laminar.simulator.scale.real import run_real
+from laminar.simulator.scale.settings import settings_from
+
+
+def job(**sections: dict[str, Any]) -> Job:
+    values: dict[str, Any] = {
+        "cluster": {"gpus": 12},
+        "job": {"groups_per_step": 16, "samples_per_prompt": 4, "steps": 5, "warmup_steps": 3, "mini_batches": 4},
+        "rollout": {"max_running": 16, "gpus": 6},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return Job.of(settings_from(values))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["laminar", "partial"])
+def test_the_model_agrees_with_the_workers_themselves(name: str) -> None:
+    modelled, real = run_policy(name, job()), run_real(name, job())
+    assert real.tokens_per_s == pytest.approx(modelled.tokens_per_s, rel=0.15), (real, modelled)
+    assert real.generated_per_s == pytest.approx(modelled.generated_per_s, rel=0.15)
+    assert real.staleness_mean == pytest.approx(modelled.staleness_mean, abs=0.6)
+    assert real.kv_share == pytest.approx(modelled.kv_share, abs=0.1)
+    assert (real.moved > 0) == (modelled.moved > 0)
+
+
+@pytest.mark.slow
+def test_the_workers_give_the_same_for_the_same_seed() -> None:
+    small = job(job={"steps": 2, "warmup_steps": 1})
+    assert run_real("laminar", small) == run_real("laminar", small)
+
+
+@pytest.mark.slow
+def test_several_turns_and_environments_with_the_workers_themselves() -> None:
+    acting = job(environment={"turns": 2, "median_s": 5.0, "reward_s": 1.0}, job={"steps": 2, "warmup_steps": 1})
+    real, modelled = run_real("laminar", acting), run_policy("laminar", acting)
+    assert real.tokens_per_s == pytest.approx(modelled.tokens_per_s, rel=0.25), (real, modelled)
+
+
+def test_a_policy_that_the_workers_do_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="laminar-off"):
+        run_real("laminar-batch", job())

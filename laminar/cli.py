@@ -124,7 +124,13 @@ def run(
 
 @app.command()
 def worker(
-    kind: Annotated[Kind, typer.Argument(help="What it does.")],
+    kind: Annotated[
+        Kind,
+        typer.Argument(
+            help="rollout: generates; trainer: learns, or stands by; relay: serves weights on its host, reassigns and "
+            "commits; committer: started by each relay, by hand for debugging only.",
+        ),
+    ],
     name: Annotated[str, typer.Option("--run", metavar="NAME", help="The run to join.")],
     etcd: Annotated[
         str, typer.Option("--etcd", metavar="HOST:PORT,…", envvar="LAMINAR_ETCD", help="etcd's addresses.")

@@ -105,7 +105,9 @@ def compare_for_resume(
         if key in frozen:
             refused.append(f"{key}: the run has {before!r}, this configuration has {after!r}")
         elif key.split(".")[0] == "prompts":
-            continue  # what matters of the prompts is their fingerprint, compared above
+            # What matters of the prompts is their fingerprint, compared above; these may be why it differs.
+            if fingerprints.prompts != old.fingerprints.prompts or fingerprints.held_out != old.fingerprints.held_out:
+                refused.append(f"{key}: the run has {before!r}, this configuration has {after!r}")
         else:
             changes.append(Change(key=key, before=before, after=after, step=step))
     if refused:

@@ -192,10 +192,19 @@ def _clean(values: dict[str, Any], limits: PromptLimits) -> tuple[str | None, di
         return "not UTF-8", values
     if not (row["prompt"] or "").strip() or values["prompt"] == []:
         return "empty", row
+    if isinstance(values["prompt"], list) and not all(map(_is_message, values["prompt"])):
+        return "with a message that has no role or no text", row
     if size > limits.max_bytes:
         return f"of more than {limits.max_bytes} bytes", row
     metadata = row["metadata"] = row["metadata"] or "{}"
     return (None if _is_object(metadata) else "with metadata that are no JSON object"), row
+
+
+def _is_message(value: Any) -> bool:
+    """Chat templates fail on others, without saying whose they are. A call of a tool needs no text."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    return isinstance(value.get("content"), str | list) or bool(value.get("tool_calls"))
 
 
 def _is_object(text: str) -> bool:

@@ -115,7 +115,10 @@ async def _fitting(config: Config, folder: Path, prompts: PromptSet) -> tuple[pa
             tables.append(pa.Table.from_pylist(kept, schema=PROMPTS))
     finally:
         await host.close()
-    note = f"; {len(left_out)} longer than {limit} tokens left out, such as {left_out[0][:60]!r}" if left_out else ""
+    own = limit == config.prompts.max_prompt_tokens
+    why = "prompts.max_prompt_tokens" if own else "rollout.max_model_len, less one"
+    example = f"such as {left_out[0][:60]!r}" if left_out else ""
+    note = f"; {len(left_out)} longer than {limit} tokens ({why}) left out, {example}" if left_out else ""
     if tables[0].num_rows == 0:
         raise ConfigError(
             f"no prompt of {config.prompts.source} {config.prompts.dataset!r} is left to train on "

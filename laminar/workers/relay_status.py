@@ -40,7 +40,7 @@ class ChainStatus:
 
 def chain_status(store: StoreView, endpoints: list[str]) -> ChainStatus:
     """Blocks. Raises CoordinationError if no etcd of the run answers: relays exist only while it works."""
-    why = "no etcd of it runs here; name it with --etcd HOST:PORT"
+    why = "no etcd of it runs here: it has ended, was stopped, or runs elsewhere (--etcd HOST:PORT)"
     for access in ways_to_etcd(store, endpoints):
         found, why = asyncio.run(ask_etcd(store, access, read_chain))
         if found is not None:

@@ -104,12 +104,14 @@ def test_unusable_rows_are_counted_and_named() -> None:
         {"prompt": "list metadata", "metadata": "[]"},
         {"prompt": [{"role": "user", "content": "messages ✓"}]},
         {"prompt": "café".encode()},
+        {"prompt": [{"role": "user", "content": None}]},
+        {"prompt": ["no message"]},
     ]
     rows, report = validate_rows(raw, PromptLimits(max_bytes=100))
     assert rows["prompt"].to_pylist() == ["fine", '[{"role": "user", "content": "messages ✓"}]', "café"]
     assert rows["prompt_index"].to_pylist() == [0, 1, 2]
     assert rows["metadata"].to_pylist() == ['{"level": 1}', "{}", "{}"]
-    assert report.rows == 14 and report.kept == 3
+    assert report.rows == 16 and report.kept == 3
     assert report.dropped == {
         "without a prompt": 2,
         "empty": 2,
@@ -117,9 +119,10 @@ def test_unusable_rows_are_counted_and_named() -> None:
         "not UTF-8": 2,
         "of more than 100 bytes": 2,
         "with metadata that are no JSON object": 2,
+        "with a message that has no role or no text": 2,
     }
     told = report.describe()
-    assert "3 of 14 prompts are usable; left out: 2 without a prompt (row 1: None; row 2: None), 2 empty (row 3" in told
+    assert "3 of 16 prompts are usable; left out: 2 without a prompt (row 1: None; row 2: None), 2 empty (row 3" in told
 
 
 def test_of_many_bad_rows_the_first_are_shown() -> None:

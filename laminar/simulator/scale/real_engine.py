@@ -27,6 +27,7 @@ TOKENS = 64
 """Simulated tokens of the longest trajectory, about."""
 TELL_S = 2.0
 """Between two chunks of a request that still runs."""
+LEAST_S = 1e-6
 STOP, POLICY, ENVIRONMENT = 2, 3, 1
 LOGPROB = -0.5
 
@@ -226,7 +227,8 @@ class CostEngine:
             await self._changed.wait()
             return
         try:
-            async with asyncio.timeout(max(0.0, until - self.process.loop.now) * self.process.rate):
+            # Never less than that: a process's clock rounds, and time would stand still just before the event.
+            async with asyncio.timeout(max(LEAST_S, until - self.process.loop.now) * self.process.rate):
                 await self._changed.wait()
         except TimeoutError:
             return

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
+
+import numpy as np
 
 from laminar.buffer.records import Load
 
@@ -63,16 +65,22 @@ class Window:
 def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:
     """The slow ones among those that do not rest, slowest first, each with the reason."""
     fleet = len(windows.keys() | resting)
-    telling = {id: w for id, w in windows.items() if id not in resting and w.telling}
+    # Each window's means once: with a thousand rollouts there are a million pairs.
+    telling = {id: (w.rate_each, w.running) for id, w in windows.items() if id not in resting and w.telling}
+    rates = np.array([rate for rate, _ in telling.values()])
+    numbers = np.array([running for _, running in telling.values()])
     found: dict[str, str] = {}
-    for id, window in sorted(telling.items(), key=lambda item: (item[1].rate_each, item[0])):
-        peers = [w.rate_each for i, w in telling.items() if i != id and w.running >= window.running / 2]
+    places = {id: place for place, id in enumerate(telling)}
+    for id, (rate, running) in sorted(telling.items(), key=lambda item: (item[1][0], item[0])):
+        chosen = numbers >= running / 2
+        chosen[places[id]] = False
+        peers = rates[chosen]
         if len(peers) < MIN_PEERS or len(resting) + len(found) + 1 > MAX_RESTING * fleet:
             continue
-        usual = median(peers)
-        if window.rate_each < SHARE * usual:
+        usual = float(np.median(peers))
+        if rate < SHARE * usual:
             found[id] = (
-                f"{window.rate_each:.1f} tokens a second for each of {window.running:.0f} trajectories over "
+                f"{rate:.1f} tokens a second for each of {running:.0f} trajectories over "
                 f"{WINDOW_S:.0f} s; {len(peers)} others that run at least half as many make {usual:.1f}"
             )
     return found

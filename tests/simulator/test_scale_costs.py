@@ -28,6 +28,7 @@ decodes = st.builds(
 batches, tokens = st.integers(1, 512), st.floats(0, 1e6)
 
 
+@settings(deadline=None)
 @given(decode=decodes, batch=batches, kv=tokens, steps=st.floats(1e-3, 20_000))
 def test_a_decode_step_costs_something_and_more_with_more(decode: Decode, batch: int, kv: float, steps: float) -> None:
     assert 0 < decode.step_s(batch, kv) <= decode.step_s(batch + 1, kv)
@@ -35,6 +36,7 @@ def test_a_decode_step_costs_something_and_more_with_more(decode: Decode, batch:
     assert decode.steps_s(batch, kv, steps) >= steps * decode.step_s(batch, kv) * (1 - 1e-9)
 
 
+@settings(deadline=None)
 @given(decode=decodes, batch=batches, kv=tokens, steps=st.floats(1e-3, 20_000))
 def test_how_many_steps_fit_is_the_inverse_of_how_long_they_take(
     decode: Decode, batch: int, kv: float, steps: float
@@ -42,6 +44,7 @@ def test_how_many_steps_fit_is_the_inverse_of_how_long_they_take(
     assert decode.steps_in(batch, kv, decode.steps_s(batch, kv, steps)) == pytest.approx(steps, rel=1e-6)
 
 
+@settings(deadline=None)
 @given(decode=decodes, context=st.floats(1, 20_000), limit=st.integers(1, 512))
 def test_the_batch_limit_is_the_largest_batch_of_at_most_one_and_a_half_steps(
     decode: Decode, context: float, limit: int
@@ -52,6 +55,7 @@ def test_the_batch_limit_is_the_largest_batch_of_at_most_one_and_a_half_steps(
     assert found == limit or decode.step_s(found + 1, (found + 1) * context) > 1.5 * decode.step_s(1, context)
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=64), gpus=st.integers(1, 512))
 def test_a_training_step_is_never_slower_on_more_gpus_nor_faster_with_more_tokens(
     lengths: list[int], gpus: int
@@ -61,6 +65,7 @@ def test_a_training_step_is_never_slower_on_more_gpus_nor_faster_with_more_token
     assert train.step_s([n + 1 for n in lengths], gpus, 4) >= train.step_s(lengths, gpus, 4)
 
 
+@settings(deadline=None)
 @given(relays=st.integers(2, 500), size=st.floats(1e6, 1e12))
 def test_a_broadcast_takes_p_plus_k_minus_2_chunks(relays: int, size: float) -> None:
     weights = Weights(size, 1e11, load_s=1.0, together_s=2.0)

@@ -145,13 +145,24 @@ def test_damaged_logs_of_dead_rollouts_are_told_and_generated_again(
     def ids() -> list[str]:
         return [seen.id_of("rollout", worker.pid) for worker in run.by_hand]
 
-    def all_write() -> bool:
-        return all(d and _batches(run, d) > 8 and len(seen.claims_of(d)) > 4 for d in ids())
+    def signal_all(number: signal.Signals) -> None:
+        for worker in run.by_hand:
+            os.kill(worker.pid, number)
 
-    run.until(all_write, "all of them own trajectories and have logs")
+    def all_stand_writing() -> bool:
+        if not all(d and _batches(run, d) > 8 and len(seen.claims_of(d)) > 4 for d in ids()):
+            return False
+        # While one is looked at, another may come to an end of all that it has.
+        signal_all(signal.SIGSTOP)
+        if all(len(seen.claims_of(d)) > 4 for d in ids()):
+            return True
+        signal_all(signal.SIGCONT)
+        return False
+
+    run.until(all_stand_writing, "all of them own trajectories and have logs")
     dead = ids()
+    signal_all(signal.SIGKILL)
     for worker in run.by_hand:
-        os.kill(worker.pid, signal.SIGKILL)
         worker.process.wait()
     killed = time.monotonic()
     claims, before = seen.claims(), [_rows(run, d) for d in dead]

@@ -17,7 +17,7 @@ from recording import Recorder
 
 from laminar.buffer.records import Load, RelayLoad
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -204,6 +204,8 @@ class RealRun:
         assert self.wait(timeout_s) == 0, self.story()
         assert " steps: " in self.text() and "done after" in self.text(), self.text()[-2000:]
         for worker in self.by_hand:
+            if worker.kind == "relay" and worker.process.poll() is None:
+                worker.process.terminate()  # relays serve and commit to the last, and stay until they are told
             worker.wait_gone()
         self.assert_nothing_left()
         self.assert_sound()

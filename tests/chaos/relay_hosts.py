@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 
@@ -12,10 +13,13 @@ class RelayHosts:
     """`prefix(i)` runs a command on host i, which others reach at `address(i)`. Skips the test where network namespaces
     are not allowed."""
 
+    _made = itertools.count()
+
     def __init__(self, count: int) -> None:
         number = os.getpid() % 60_000
         self.count = count
-        self.mark = f"lr{number}"
+        # The kernel takes its time to remove those of the test before.
+        self.mark = f"lr{number}n{next(self._made)}"
         self.net = f"10.{170 + number // 256 % 80}.{number % 256}"
         privileged(["ip", "link", "add", f"{self.mark}b", "type", "bridge"])
         try:
@@ -57,5 +61,6 @@ class RelayHosts:
 
     def close(self) -> None:
         for i in range(self.count):
+            subprocess.run(["ip", "link", "delete", f"{self.mark}o{i}"], check=False, stderr=subprocess.DEVNULL)
             subprocess.run(["ip", "netns", "delete", self._host(i)], check=False, stderr=subprocess.DEVNULL)
         subprocess.run(["ip", "link", "delete", f"{self.mark}b"], check=False, stderr=subprocess.DEVNULL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from laminar.buffer.outage import Outage
@@ -35,6 +35,7 @@ class Story:
         self._away_told_at: float | None = None
         self._told = 0
         self._warnings: set[str] = set()
+        self._leaders: dict[str, str] = {}
         self._back_at = float("-inf")
         self._last = Snapshot(run=run, max_steps=max_steps)
 
@@ -53,8 +54,22 @@ class Story:
         if live.progress is not None:
             self.rewards |= live.progress.rewards
             self._warn(live.progress.warnings)
+        self._lead(live.leaders)
+        before = self._last.step
         self._last = to_snapshot(live, max_steps=self.max_steps, elapsed_s=0.0, rewards=self.rewards)
+        if self._last.step < before:
+            self.event(
+                f"the trainer goes on from its checkpoint: the steps from {self._last.step} to {before} are computed "
+                "again, on the batches that were decided for them"
+            )
         self.refresh()
+
+    def _lead(self, leaders: Mapping[str, str]) -> None:
+        """Each role that has passed from one worker to another: committers have no supervisor that tells of their end."""
+        for role, worker in leaders.items():
+            if (before := self._leaders.get(role, worker)) != worker:
+                self.event(f"{worker} is the {role} now, after {before}")
+        self._leaders |= leaders
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Each once, as long as the trainer goes on giving it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
@@ -31,10 +31,12 @@ class Told:
         return text.splitlines()
 
 
-def live(step: int, rewards: dict[int, float | None], warnings: Sequence[str] = ()) -> LiveStatus:
+def live(
+    step: int, rewards: dict[int, float | None], warnings: Sequence[str] = (), leaders: Mapping[str, str] | None = None
+) -> LiveStatus:
     head = TrainerHead(step=step, decided=step, checkpoint=0, consumed_groups=0, state="running")
     progress = TrainerProgress(step=step, activity="", metrics={}, rewards=rewards, warnings=list(warnings))
-    return LiveStatus("a-run", 1, head, None, 0, {}, 0, {}, {}, (), progress)
+    return LiveStatus("a-run", 1, head, None, 0, {}, 0, {}, dict(leaders or {}), (), progress)
 
 
 def test_while_etcd_is_away_it_is_told_once_then_now_and_then_then_its_end() -> None:
@@ -58,6 +60,25 @@ def test_while_etcd_is_away_it_is_told_once_then_now_and_then_then_its_end() -> 
     assert told.story.etcd_was_away, "a worker that dies of it now is not to blame"
     told.at = 70.0
     assert not told.story.etcd_was_away
+
+
+def test_steps_that_go_back_after_a_death_are_explained() -> None:
+    told = Told()
+    told.story.show(live(7, {step: 0.5 for step in range(7)}))
+    told.lines()
+    told.story.show(live(5, {step: 0.5 for step in range(5)}))
+    why, line = told.lines()
+    assert "from its checkpoint" in why and "from 5 to 7" in why
+    assert line.startswith("step 5/10 |")
+    told.story.show(live(6, {step: 0.5 for step in range(6)}))
+    assert [line.split(" | ")[0] for line in told.lines()] == ["step 6/10"]
+
+
+def test_a_role_that_passes_to_another_worker_is_told_once() -> None:
+    told = Told()
+    for leaders in ({"committer": "relay-a-1"}, {}, {"committer": "relay-a-2"}, {"committer": "relay-a-2"}):
+        told.story.show(live(1, {0: 0.5}, leaders=leaders))
+    assert [line for line in told.lines() if "committer" in line] == ["relay-a-2 is the committer now, after relay-a-1"]
 
 
 def test_a_short_silence_of_etcd_on_a_busy_machine_is_not_told() -> None:

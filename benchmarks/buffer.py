@@ -50,9 +50,9 @@ from laminar.clock import SystemClock
 from laminar.config import load_config_with
 from laminar.workers.committer import committer_main
 from laminar.workers.context import Member, Run, joined, open_run
-from laminar.workers.etcd_process import EtcdProcess
 from laminar.workers.mirror import Mirror
-from laminar.workers.outbox import Done, Finisher
+from laminar.workers.rollouts.outbox import Done, Finisher
+from laminar.workers.supervisor.etcd_process import EtcdProcess
 from laminar.workers.tables import open_table
 from laminar.workers.tasks import until_first
 

@@ -42,9 +42,9 @@ from laminar.buffer.prompts import locate
 from laminar.config import load_config_with
 from laminar.workers.environments.single_turn import prompt_messages
 from laminar.workers.environments.sources import load_prompts
-from laminar.workers.inspect import StoreView
 from laminar.workers.models import resolve_model
 from laminar.workers.pools import prompt_of
+from laminar.workers.viewing.inspect import StoreView
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "examples" / "quickstart.toml"

@@ -20,8 +20,8 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.partials import PartialLog, assemble, read_partials
 from laminar.buffer.storage import LocalStorage, Storage
 from laminar.clock import SystemClock
-from laminar.workers.outbox import Flusher
-from laminar.workers.trajectory import Trajectory
+from laminar.workers.rollouts.outbox import Flusher
+from laminar.workers.rollouts.trajectory import Trajectory
 
 KEYS = Keys("benchmark")
 PROMPT_TOKENS = 32

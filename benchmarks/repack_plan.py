@@ -20,8 +20,8 @@ from collections.abc import Callable
 
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Load
+from laminar.workers.managing.slowness import WINDOW_S, Window, slow
 from laminar.workers.repack import Draining, plan
-from laminar.workers.slowness import WINDOW_S, Window, slow
 
 INTERVAL_S = 5
 

@@ -29,8 +29,8 @@ from laminar.simulator.run import bury, quiet
 from laminar.workers.context import Run
 from laminar.workers.engines.base import Chunk, EngineCapacity, EngineLoad
 from laminar.workers.engines.pace import Pace
-from laminar.workers.equipment import Equipment
-from laminar.workers.rollout_lives import rollout_main
+from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.rollout_lives import rollout_main
 
 Take = Callable[[Change, Keys, float], None]
 END_WITHIN_S = 7200.0

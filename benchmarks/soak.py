@@ -52,9 +52,9 @@ from laminar.buffer.steps import StepLog, batch_rows
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.workers.context import Member, Run
-from laminar.workers.etcd_process import EtcdProcess
-from laminar.workers.etcd_upkeep import Upkeep
 from laminar.workers.manager import Manager
+from laminar.workers.supervisor.etcd_process import EtcdProcess
+from laminar.workers.supervisor.etcd_upkeep import Upkeep
 from laminar.workers.tables import open_table
 
 KEYS = Keys("soak")

@@ -37,17 +37,17 @@ from laminar.buffer.partials import PartialLog, assemble, read_partials
 from laminar.buffer.storage import Storage, open_storage
 from laminar.clock import SystemClock
 from laminar.config import Config, load_config_with
-from laminar.workers.conversation import Conversation, load_tokenizer
 from laminar.workers.engines import create_engine
 from laminar.workers.engines.base import Engine, FolderWeights
 from laminar.workers.environments.base import Prompt
 from laminar.workers.environments.host import EnvironmentHost
 from laminar.workers.environments.sources import load_prompts
-from laminar.workers.generation import Generation, Where
 from laminar.workers.models import resolve_model
-from laminar.workers.outbox import Flusher
 from laminar.workers.pools import prompt_of
-from laminar.workers.trajectory import Trajectory
+from laminar.workers.rollouts.conversation import Conversation, load_tokenizer
+from laminar.workers.rollouts.generation import Generation, Where
+from laminar.workers.rollouts.outbox import Flusher
+from laminar.workers.rollouts.trajectory import Trajectory
 
 HERE = Path(__file__).resolve().parent
 LENGTHS = 8

@@ -164,9 +164,9 @@ def worker(
 @app.command()
 def status(target: Target = None, etcd: Etcd = "") -> None:
     """How a run stands: live from etcd while it works, from the store afterwards."""
-    from laminar.workers import render
-    from laminar.workers.inspect import open_store
-    from laminar.workers.status import run_status
+    from laminar.workers.viewing import render
+    from laminar.workers.viewing.inspect import open_store
+    from laminar.workers.viewing.status import run_status
 
     _print(render.status(run_status(open_store(target), _endpoints(etcd))))
 
@@ -177,8 +177,8 @@ def relay_status(target: Target = None, etcd: Etcd = "") -> None:
 
     `lag` is the time from a relay's hearing of the version to its having all of it.
     """
-    from laminar.workers.inspect import open_store
-    from laminar.workers.relay_status import chain_status, render_chain
+    from laminar.workers.viewing.inspect import open_store
+    from laminar.workers.viewing.relay_status import chain_status, render_chain
 
     _print(render_chain(chain_status(open_store(target), _endpoints(etcd))))
 
@@ -189,8 +189,8 @@ def experience_ls(target: Target = None, limit: Limit = 20, where: Where = "") -
 
     `laminar experience ls my-run --where "finish_reason = 'length' and reward < 0.1"`
     """
-    from laminar.workers import render
-    from laminar.workers.inspect import list_experience, open_store
+    from laminar.workers.viewing import render
+    from laminar.workers.viewing.inspect import list_experience, open_store
 
     _print(render.table(list_experience(open_store(target), limit=limit, where=where), limit=limit))
 
@@ -202,8 +202,8 @@ def experience_show(
     sample: Annotated[int, typer.Argument(min=0, help="The sample within the group.")],
 ) -> None:
     """Show one trajectory: who wrote what under which version, its reward, how it was trained on."""
-    from laminar.workers import render
-    from laminar.workers.inspect import open_store, show_trajectory
+    from laminar.workers.viewing import render
+    from laminar.workers.viewing.inspect import open_store, show_trajectory
 
     _print(render.trajectory(show_trajectory(open_store(target), group, sample)))
 
@@ -219,8 +219,8 @@ def experience_sql(
     `laminar experience sql my-run 'select e.version, avg(s.staleness) from experience e
     join steps s using ("group", sample) group by e.version order by 1'`
     """
-    from laminar.workers import render
-    from laminar.workers.inspect import open_store
+    from laminar.workers.viewing import render
+    from laminar.workers.viewing.inspect import open_store
 
     _print(render.table(open_store(target).query(query), limit=limit))
 
@@ -235,8 +235,8 @@ def experience_export(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a table to one file, whole or not at all."""
-    from laminar.workers.export import export_table
-    from laminar.workers.inspect import open_store
+    from laminar.workers.viewing.export import export_table
+    from laminar.workers.viewing.inspect import open_store
 
     rows = export_table(
         open_store(target),
@@ -252,7 +252,7 @@ def experience_export(
 @app.command()
 def audit(target: Target = None, etcd: Etcd = "") -> None:
     """Check that every drawn trajectory is there exactly once, and all else that must hold. Exits with 1 if not."""
-    from laminar.workers.inspect import audit_run, open_store
+    from laminar.workers.viewing.inspect import audit_run, open_store
 
     report = audit_run(open_store(target), _endpoints(etcd))
     for problem in report.problems:
@@ -276,8 +276,8 @@ def recover(
 
     `laminar recover my-run --dry-run`
     """
-    from laminar.workers.inspect import open_store
-    from laminar.workers.recovering import run_recover
+    from laminar.workers.supervisor.recovering import run_recover
+    from laminar.workers.viewing.inspect import open_store
 
     store = open_store(target)
     _print(Text(run_recover(store.root, store.options, _endpoints(etcd), force=force, dry_run=dry_run)))
@@ -311,11 +311,11 @@ def replay(
 
     `laminar replay my-run --from-step 20 --steps 10 --set trainer.learning_rate=1e-5 --set trainer.clip_high=0.2`
     """
-    from laminar.workers import render
-    from laminar.workers.export import checked_writer, write_table
-    from laminar.workers.inspect import open_store
-    from laminar.workers.replay import Question, as_table, changes_of, verdict
-    from laminar.workers.replay import replay as run_replay
+    from laminar.workers.viewing import render
+    from laminar.workers.viewing.export import checked_writer, write_table
+    from laminar.workers.viewing.inspect import open_store
+    from laminar.workers.viewing.replay import Question, as_table, changes_of, verdict
+    from laminar.workers.viewing.replay import replay as run_replay
 
     store = open_store(target)
     changes = changes_of(store.run, set_ or [])
@@ -386,8 +386,8 @@ def plot(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: `<run>.png` in this folder.")] = None,
 ) -> None:
     """Draw reward, response length and staleness over steps and over time."""
-    from laminar.workers.inspect import open_store
-    from laminar.workers.plot import plot as draw
+    from laminar.workers.viewing.inspect import open_store
+    from laminar.workers.viewing.plot import plot as draw
 
     store = open_store(target)
     _print(Text(str(draw(store, output or Path(f"{store.run.run}.png")))))

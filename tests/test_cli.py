@@ -123,8 +123,8 @@ class TestLooking:
     def test_rows_too_wide_for_a_terminal_are_shown_a_column_a_line(self, here: Path) -> None:
         from rich.console import Console
 
-        from laminar.workers.inspect import open_store
-        from laminar.workers.render import table
+        from laminar.workers.viewing.inspect import open_store
+        from laminar.workers.viewing.render import table
 
         console = Console(width=80, record=True, file=io.StringIO())
         console.print(table(open_store("my-run").query("select * from experience"), limit=1))

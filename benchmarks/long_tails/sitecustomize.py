@@ -25,8 +25,9 @@ def install() -> None:
     import time
     from dataclasses import replace
 
-    from laminar.workers import engines, equipment
+    from laminar.workers import engines
     from laminar.workers.engines import transformers, vllm
+    from laminar.workers.rollouts import equipment
 
     step_s, knee = float(os.environ["LONG_TAILS_STEP_S"]), int(os.environ["LONG_TAILS_KNEE"])
     prefill = float(os.environ["LONG_TAILS_PREFILL"])

@@ -39,10 +39,10 @@ from laminar.simulator.relays import SimRelayAccess, SimWeights
 from laminar.workers.committer import committer_main
 from laminar.workers.context import Run, joined, open_run
 from laminar.workers.engines.base import EngineCapacity
-from laminar.workers.equipment import Equipment
 from laminar.workers.machine import Machine
 from laminar.workers.relay import relay_main
-from laminar.workers.rollout_lives import rollout_main
+from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.rollout_lives import rollout_main
 from laminar.workers.trainer import trainer_main
 
 RUN = "simulated"

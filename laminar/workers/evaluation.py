@@ -24,10 +24,10 @@ from laminar.buffer.session import transact_or_read_back
 from laminar.errors import EnvironmentFailure
 from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt, Transcript
-from laminar.workers.equipment import Equipment
 from laminar.workers.mirror import Bell
-from laminar.workers.outbox import until_written
 from laminar.workers.pools import prompt_of
+from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.outbox import until_written
 
 log = logging.getLogger(__name__)
 

@@ -29,22 +29,22 @@ from laminar.buffer.schema import FORMAT_VERSION, TABLES
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.errors import ConfigError, LaminarError, StoreError
-from laminar.workers.children import worker_command
-from laminar.workers.disk import restarted, watch_disk
-from laminar.workers.display import Display, write_line
-from laminar.workers.ending import Ending, forget_ending, write_ending
-from laminar.workers.etcd_process import EtcdProcess, find_etcd
-from laminar.workers.etcd_upkeep import Upkeep
-from laminar.workers.exclusion import Supervision, only_supervisor
-from laminar.workers.inspect import StoreView
-from laminar.workers.preparation import Plan, plan_run, write_plan
-from laminar.workers.run_etcd import coordination_service, reach
-from laminar.workers.status import read_live
-from laminar.workers.store_mark import write_mark
-from laminar.workers.story import EventHandler, Story
-from laminar.workers.summary import collect, summary
-from laminar.workers.supervision import Supervised, sign_off
+from laminar.workers.supervisor.children import worker_command
+from laminar.workers.supervisor.disk import restarted, watch_disk
+from laminar.workers.supervisor.ending import Ending, forget_ending, write_ending
+from laminar.workers.supervisor.etcd_process import EtcdProcess, find_etcd
+from laminar.workers.supervisor.etcd_upkeep import Upkeep
+from laminar.workers.supervisor.exclusion import Supervision, only_supervisor
+from laminar.workers.supervisor.preparation import Plan, plan_run, write_plan
+from laminar.workers.supervisor.run_etcd import coordination_service, reach
+from laminar.workers.supervisor.store_mark import write_mark
+from laminar.workers.supervisor.supervision import Supervised, sign_off
 from laminar.workers.tables import open_table
+from laminar.workers.viewing.display import Display, write_line
+from laminar.workers.viewing.inspect import StoreView
+from laminar.workers.viewing.status import read_live
+from laminar.workers.viewing.story import EventHandler, Story
+from laminar.workers.viewing.summary import collect, summary
 
 log = logging.getLogger(__name__)
 

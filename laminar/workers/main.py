@@ -12,8 +12,8 @@ from pathlib import Path
 
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.errors import ConfigError
-from laminar.workers.children import Child, worker_command
 from laminar.workers.context import Run, join_run, joined
+from laminar.workers.supervisor.children import Child, worker_command
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ async def _work(kind: str, run: Run, stop: asyncio.Event, access: EtcdAccess) ->
 
 async def _rollout(run: Run, stop: asyncio.Event) -> None:
     from laminar.workers.engines import create_engine
-    from laminar.workers.equipment import equip
-    from laminar.workers.rollout_lives import rollout_main
+    from laminar.workers.rollouts.equipment import equip
+    from laminar.workers.rollouts.rollout_lives import rollout_main
 
     engine = create_engine(run.config, Path(run.file.model_folder))
     starting = asyncio.create_task(equip(run, engine))

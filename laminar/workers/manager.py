@@ -25,12 +25,12 @@ from laminar.buffer.prompts import locate
 from laminar.buffer.records import Load, Retain, WorkerRecord
 from laminar.buffer.session import Election, Leadership
 from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
-from laminar.workers.assignment import Candidate, assign
-from laminar.workers.chain_planning import ChainPlanner
-from laminar.workers.cleaning import Cleaner
 from laminar.workers.context import Member, Run
+from laminar.workers.managing.assignment import Candidate, assign
+from laminar.workers.managing.chain_planning import ChainPlanner
+from laminar.workers.managing.cleaning import Cleaner
+from laminar.workers.managing.repacking import Repacker
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.repacking import Repacker
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from laminar.workers.chain import ChainMember
 from laminar.workers.context import Run, boot_id, joined
 from laminar.workers.manager import lead
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.supervision import sign_off
+from laminar.workers.supervisor.supervision import sign_off
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)

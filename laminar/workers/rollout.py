@@ -26,19 +26,19 @@ from laminar.buffer.prompts import locate
 from laminar.buffer.records import EvaluationRequest, TrainerHead, WeightsHead
 from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt
-from laminar.workers.equipment import Equipment
 from laminar.workers.evaluation import Evaluator
-from laminar.workers.generation import Generation, Halted, Lost, Where
-from laminar.workers.halting import Halting
-from laminar.workers.loading import Loader
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.moving import Mover
-from laminar.workers.outbox import Done, Finisher, Flusher
 from laminar.workers.pools import prompt_of
-from laminar.workers.reporting import Reporter
-from laminar.workers.steering import Action, Do, View, steer
+from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.generation import Generation, Halted, Lost, Where
+from laminar.workers.rollouts.halting import Halting
+from laminar.workers.rollouts.loading import Loader
+from laminar.workers.rollouts.moving import Mover
+from laminar.workers.rollouts.outbox import Done, Finisher, Flusher
+from laminar.workers.rollouts.reporting import Reporter
+from laminar.workers.rollouts.steering import Action, Do, View, steer
+from laminar.workers.rollouts.trajectory import Trajectory
 from laminar.workers.tasks import until_first
-from laminar.workers.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 

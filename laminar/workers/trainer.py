@@ -30,15 +30,15 @@ from laminar.buffer.table import Table
 from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
 from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
 from laminar.workers.context import Member, Run
-from laminar.workers.intake import FreshTrajectories, Intake
 from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.patience import patient, patiently
-from laminar.workers.publishing import Publisher, Staged
-from laminar.workers.step_metrics import all_truncated, step_metrics, step_rows
-from laminar.workers.stepping import TrainedStep, train_decided
 from laminar.workers.tasks import until_first
+from laminar.workers.training.intake import FreshTrajectories, Intake
+from laminar.workers.training.publishing import Publisher, Staged
+from laminar.workers.training.step_metrics import all_truncated, step_metrics, step_rows
+from laminar.workers.training.stepping import TrainedStep, train_decided
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from laminar.buffer.etcd3_shim import rpc, serialized_descriptor
 from laminar.buffer.etcd_access import parse_endpoint
 from laminar.buffer.etcd_connection import EtcdConnection
 from laminar.errors import ConfigError, CoordinationError, CoordinationFull, CoordinationUnavailable
-from laminar.workers.etcd_process import EtcdProcess, find_etcd
+from laminar.workers.supervisor.etcd_process import EtcdProcess, find_etcd
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from laminar.buffer.memory import Fault, Faults, MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import LeaderRecord, WorkerRecord
 from laminar.buffer.session import Election, Leadership, Membership, Session, transact_or_read_back
 from laminar.errors import CoordinationError, CoordinationUnavailable, LeaseLost
-from laminar.workers.etcd_process import EtcdProcess
+from laminar.workers.supervisor.etcd_process import EtcdProcess
 
 KEYS = Keys("test")
 LEADER = KEYS.leader("manager")

@@ -17,7 +17,7 @@ from real_run import RealRun
 
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.segments import _scan
-from laminar.workers.etcd_process import EtcdProcess
+from laminar.workers.supervisor.etcd_process import EtcdProcess
 
 LEASE_S = 4.0
 SHORT_LEASE = f"coordination.lease_ttl={LEASE_S}"

@@ -13,7 +13,7 @@ from laminar.buffer.etcd import prefix_range
 from laminar.buffer.etcd3_shim import rpc
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.errors import CoordinationError, CoordinationUnavailable
-from laminar.workers.etcd_process import EtcdProcess, _free_port
+from laminar.workers.supervisor.etcd_process import EtcdProcess, _free_port
 
 
 class SecureEtcd(EtcdProcess):

@@ -19,7 +19,7 @@ from laminar.buffer.coordination import Coordination
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
-from laminar.workers.etcd_process import EtcdProcess, _free_port
+from laminar.workers.supervisor.etcd_process import EtcdProcess, _free_port
 
 
 class Backend(Protocol):

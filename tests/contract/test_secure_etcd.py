@@ -17,7 +17,7 @@ from laminar.buffer.coordination import Change, Listing, Put, Transaction
 from laminar.buffer.etcd_access import EtcdAccess
 from laminar.config import parse_config
 from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable
-from laminar.workers.run_etcd import reach
+from laminar.workers.supervisor.run_etcd import reach
 
 IDLE_S = 2.2
 """More than the second after which this etcd forgets a token that was not used."""
@@ -147,7 +147,7 @@ async def test_a_wrong_password_a_missing_one_and_no_user_are_told_apart(
 
 
 async def test_in_the_clear_to_an_etcd_that_speaks_tls(secure_etcd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("laminar.workers.run_etcd.REACH_ETCD_S", 1.0)
+    monkeypatch.setattr("laminar.workers.supervisor.run_etcd.REACH_ETCD_S", 1.0)
     with pytest.raises(ConfigError, match=r"no etcd answers.*if it speaks TLS, set coordination\.ca"):
         await reach(EtcdAccess((secure_etcd.endpoint,)))
 

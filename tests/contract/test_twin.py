@@ -17,7 +17,7 @@ from laminar.buffer.coordination import Change, Compare, Coordination, Delete, F
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
 from laminar.errors import CoordinationError
-from laminar.workers.etcd_process import EtcdProcess
+from laminar.workers.supervisor.etcd_process import EtcdProcess
 
 NAMES = st.sampled_from(["a", "a/b", "b", "ü"])
 VALUES = st.sampled_from(["", "1", "2"])

@@ -14,11 +14,11 @@ from laminar.buffer.coordination import Transaction
 from laminar.buffer.memory_table import MemoryTable
 from laminar.buffer.session import Leadership, Session, transact_or_read_back
 from laminar.simulator.engine import SimEngine
-from laminar.workers import outbox
-from laminar.workers.halting import Halting
-from laminar.workers.loading import Loader
 from laminar.workers.rollout import Rollout
-from laminar.workers.trajectory import Trajectory
+from laminar.workers.rollouts import outbox
+from laminar.workers.rollouts.halting import Halting
+from laminar.workers.rollouts.loading import Loader
+from laminar.workers.rollouts.trajectory import Trajectory
 
 
 @contextlib.contextmanager

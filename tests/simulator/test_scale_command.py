@@ -19,7 +19,7 @@ from laminar.cli import app, main
 from laminar.errors import StoreError
 from laminar.simulator.scale.fit import fit
 from laminar.simulator.scale.settings import load_settings
-from laminar.workers.inspect import open_store
+from laminar.workers.viewing.inspect import open_store
 
 MakeStore = Callable[..., Path]
 ROOT = Path(__file__).parent.parent.parent

@@ -26,13 +26,13 @@ from laminar.config import Config, RelayConfig
 from laminar.errors import ConfigError, StoreError
 from laminar.relay.layout import Layout
 from laminar.workers.chain import address_within, listening, relay_transports, run_secret
-from laminar.workers.chain_planning import elected, planned
 from laminar.workers.context import Member, Run, joined
 from laminar.workers.machine import Machine, this_machine
+from laminar.workers.managing.chain_planning import elected, planned
 from laminar.workers.mirror import Mirror
-from laminar.workers.publishing import Publisher
 from laminar.workers.relay import relay_main, serve_weights
-from laminar.workers.relay_status import ChainStatus, read_chain, render_chain
+from laminar.workers.training.publishing import Publisher
+from laminar.workers.viewing.relay_status import ChainStatus, read_chain, render_chain
 from laminar.workers.weights import find_weights
 
 KEYS = Keys("run")

@@ -14,7 +14,7 @@ from laminar.buffer.schema import PROMPTS
 from laminar.buffer.storage import LocalStorage
 from laminar.config import config_from
 from laminar.workers.local import _enter
-from laminar.workers.preparation import Plan
+from laminar.workers.supervisor.preparation import Plan
 
 PRINTS = Fingerprints(model="a", tokenizer="b", template="c", prompts="d", held_out="e")
 ROWS = pa.Table.from_pylist([{"prompt_index": 0, "prompt": "what", "metadata": "{}", "source": "t"}], schema=PROMPTS)

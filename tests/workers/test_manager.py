@@ -23,8 +23,8 @@ from laminar.buffer.steps import BATCH, StepLog, decision_path
 from laminar.buffer.storage import FileInfo
 from laminar.errors import StoreError
 from laminar.relay.holdings import Holdings
-from laminar.workers.cleaning import STALE_S, step_of
 from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
+from laminar.workers.managing.cleaning import STALE_S, step_of
 from laminar.workers.relay import keep_retained
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from laminar.buffer import archive, steps
-from laminar.workers import cleaning
+from laminar.workers.managing import cleaning
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 COMPACT_EVERY, BLOCK = 15, 20

@@ -19,7 +19,7 @@ from laminar.simulator.scale.policies import POLICIES
 from laminar.simulator.scale.real import run_real
 from laminar.simulator.scale.settings import load_settings
 from laminar.simulator.scale.split import fixed_split
-from laminar.workers.inspect import open_store
+from laminar.workers.viewing.inspect import open_store
 
 Say = Callable[[RenderableType], None]
 

@@ -20,9 +20,9 @@ import pyarrow as pa
 
 from laminar.config import Config, config_from
 from laminar.errors import ConfigError, StoreError
-from laminar.workers.export import checked_writer, write_table
-from laminar.workers.inspect import StoreView
-from laminar.workers.length_bias import policy_tokens
+from laminar.workers.training.length_bias import policy_tokens
+from laminar.workers.viewing.export import checked_writer, write_table
+from laminar.workers.viewing.inspect import StoreView
 
 FORWARD_SHARE = 3.0
 """A training pass costs about three forward passes; a prefill is one."""

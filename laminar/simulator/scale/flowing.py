@@ -26,8 +26,8 @@ from laminar.simulator.scale.moves import Moves
 from laminar.simulator.scale.policies import POLICIES, Repack
 from laminar.simulator.scale.rollout import Rollout
 from laminar.simulator.scale.split import Split
-from laminar.workers.repacking import SETTLE_S
-from laminar.workers.steering import Do, View, steer
+from laminar.workers.managing.repacking import SETTLE_S
+from laminar.workers.rollouts.steering import Do, View, steer
 
 ENDLESS = 1 << 60
 SAMPLE_S = 5.0

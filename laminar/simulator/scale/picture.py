@@ -8,7 +8,7 @@ from typing import Any
 
 from laminar.errors import ConfigError
 from laminar.simulator.scale.meters import Outcome
-from laminar.workers.plot import ACCENT, INK, MARK, SOFT, save_figure
+from laminar.workers.viewing.plot import ACCENT, INK, MARK, SOFT, save_figure
 
 COLOURS = (SOFT, "#7a8b99", "#b08968", MARK, ACCENT, "#3d405b", "#81b29a", "#e07a5f", "#f2cc8f", "#6d597a")
 

@@ -34,8 +34,8 @@ from laminar.simulator.scale.real_engine import (
     Grain,
 )
 from laminar.workers.context import Run, joined
-from laminar.workers.equipment import Equipment
-from laminar.workers.rollout_lives import rollout_main
+from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.rollout_lives import rollout_main
 from laminar.workers.trainer import trainer_main
 
 LOOK_S = 0.1

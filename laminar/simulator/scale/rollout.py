@@ -5,7 +5,7 @@ from __future__ import annotations
 from laminar.simulator.scale.engine import Key
 from laminar.simulator.scale.job import Job
 from laminar.workers.repack import Draining, Unfinished
-from laminar.workers.reporting import Lengths
+from laminar.workers.rollouts.reporting import Lengths
 
 BLIND_GROWTH, BLIND_STEP_S = 1, 1e6
 """To the plan, a growth of one token that takes a week: nothing is left over for growth, and every move pays. That is
@@ -45,7 +45,7 @@ class Rollout:
         self.lengths.add(self.job.lengths.of(*key))
 
     def draining(self, *, growing: bool) -> Draining:
-        """As its report would tell it now (`workers.reporting`); without a tail if that is longer than it tells."""
+        """As its report would tell it now (`rollouts.reporting`); without a tail that is longer than it tells."""
         limit, engine = self.job.batch_limit, self.engine
         generating = sorted(engine.running) if engine.owned <= limit else []
         tail = tuple(self._unfinished(key, growing=growing) for key in generating)

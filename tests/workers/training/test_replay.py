@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from laminar.buffer.schema import STEP_METRICS
 from laminar.cli import app
 from laminar.errors import ConfigError, CorruptSegment, StoreError, WeightsError
-from laminar.workers.inspect import StoreView, open_store
-from laminar.workers.replay import Question, ReplayedStep, as_table, changes_of, replay, verdict
+from laminar.workers.viewing.inspect import StoreView, open_store
+from laminar.workers.viewing.replay import Question, ReplayedStep, as_table, changes_of, replay, verdict
 
 
 @pytest.fixture

@@ -1,0 +1,136 @@
+"""When to start a worker again, and when to give up: a pure policy, and the processes it applies to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from laminar.buffer.coordination import Coordination
+from laminar.buffer.keys import Keys
+from laminar.buffer.records import WorkerRecord
+from laminar.errors import LaminarError
+from laminar.workers.supervisor.children import Child
+from laminar.workers.supervisor.last_error import last_error, lines_since
+
+log = logging.getLogger(__name__)
+
+QUICK_S = 20.0
+"""A worker that ends with an error within this time of its start crashed quickly."""
+MAX_QUICK_CRASHES = 4
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 15.0
+LOG_TAIL = 12
+STOPPED_AT_START_S = 2.0
+
+
+@dataclass
+class RestartPolicy:
+    """Counts quick crashes in a row; a life longer than QUICK_S forgives them."""
+
+    quick_crashes: int = 0
+    restarts: int = 0
+
+    def ended(self, lived_s: float, *, killed: bool) -> float | None:
+        """Seconds to wait before the next start; None to give up. A kill from outside is no crash of the worker's."""
+        self.restarts += 1
+        if killed or lived_s >= QUICK_S:
+            self.quick_crashes = 0
+            return FIRST_BACKOFF_S
+        self.quick_crashes += 1
+        if self.quick_crashes >= MAX_QUICK_CRASHES:
+            return None
+        return float(min(FIRST_BACKOFF_S * 2**self.quick_crashes, MAX_BACKOFF_S))
+
+
+async def sign_off(coordination: Coordination, keys: Keys, *, host: str, pid: int) -> None:
+    """Revoke the leases of a process of this host that has ended: whatever it led and owned is free at once, instead
+    of when they expire. Raises CoordinationError if etcd cannot be told."""
+    for kv in (await coordination.range(keys.workers_root)).items:
+        record = WorkerRecord.parse(kv.value)
+        if record.pid == pid and record.host == host:
+            await coordination.revoke(kv.lease)
+
+
+async def _at_once() -> None:
+    """What `may_start` is where nothing needs to be waited for."""
+
+
+class GaveUp(LaminarError):
+    """A worker crashed again and again: its last error is in the message."""
+
+
+@dataclass
+class Supervised:
+    """A worker process that is started again when it dies. `on_end(pid)` is told of each death at once; `is_over()`
+    says whether a worker that ended with 0 did so because the run is over: somebody may also have sent it SIGTERM.
+    `may_start()` returns when it makes sense to start one, `excused()` says whether a crash just now is not its own
+    fault: without etcd every worker ends with an error."""
+
+    kind: str
+    name: str
+    command: list[str]
+    log_file: Path
+    on_end: Callable[[int], None]
+    on_event: Callable[[str], None]
+    is_over: Callable[[], Awaitable[bool]]
+    may_start: Callable[[], Awaitable[None]] = _at_once
+    excused: Callable[[], bool] = bool
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+    child: Child | None = None
+    stopping: bool = False
+    finished: bool = False
+    log_start: int = 0
+    """Where in the log the present process began."""
+
+    async def run(self) -> None:
+        """Until the run is over, or the worker is stopped. Raises GaveUp."""
+        loop = asyncio.get_running_loop()
+        while not self.stopping:
+            await self.may_start()
+            if self.stopping:
+                return
+            started = loop.time()
+            self.child = Child(self.command, log=self.log_file)
+            self.log_start = self.log_file.stat().st_size if self.log_file.exists() else 0
+            await self.child.start()
+            if self.stopping:
+                # `stop` came while the process was being started, and found nothing to stop.
+                await self.child.stop(grace_s=STOPPED_AT_START_S)
+            code = await self.child.wait()
+            self.child.kill_group()
+            self.on_end(self.child.pid)
+            if self.stopping or (code == 0 and await self.is_over()):
+                self.finished = True
+                return
+            pause = self.policy.ended(loop.time() - started, killed=code in (0, -9, -15) or self.excused())
+            if pause is None:
+                raise GaveUp(
+                    f"{self.name} crashed {self.policy.quick_crashes} times within {QUICK_S:.0f} s of its start, the "
+                    f"last time {self.how(code)}. Its last lines:\n{self.tail()}"
+                )
+            self.on_event(f"{self.name} {self.how(code)}; starting it again in {pause:.1f} s")
+            await asyncio.sleep(pause)
+
+    def how(self, code: int) -> str:
+        """How the last process ended, with its last error and where the rest stands."""
+        if code == 0:
+            return "left the run"
+        if code in (-9, -15):
+            return f"was killed (signal {-code})"
+        how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
+        return f"{how}: {last_error(self._lines()) or 'it wrote nothing'} (log: {self.log_file})"
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopping = True
+        if self.child is not None:
+            await self.child.stop(grace_s=grace_s)
+
+    def tail(self, lines: int = LOG_TAIL) -> str:
+        """The last lines that the last process wrote."""
+        return "\n".join(f"  {line}" for line in self._lines()[-lines:]) or "  (it wrote nothing)"
+
+    def _lines(self) -> list[str]:
+        return lines_since(self.log_file, self.log_start)

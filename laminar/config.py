@@ -232,8 +232,9 @@ class TrainerConfig(Section):
     mask_truncated: bool = False
     """Leave trajectories that ended by length out of the loss (they keep their place in the group's baseline)."""
     no_signal: Literal["count", "replace"] = "count"
-    """Groups of equal rewards: count towards groups_per_step (no compute), or be replaced by later groups (DAPO). A run
-    ends as failed after 1,000 of them, and 100 steps' worth, if no step comes of what is between."""
+    """Groups of equal rewards: count towards groups_per_step and, with a loss of 0, in its mean (no compute), or be
+    replaced by later groups (DAPO). A run ends as failed after 1,000 of them, and 100 steps' worth, if no step comes of
+    what is between."""
     last_batch: Literal["train", "retire"] = "train"
     """What happens to a last short batch."""
     micro_batch_tokens: int = Field(4096, ge=16)

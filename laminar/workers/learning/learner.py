@@ -24,7 +24,7 @@ from laminar.errors import ConfigError, LaminarError, WeightsError
 from laminar.relay.layout import Layout
 from laminar.relay.tensors import copy_into, layout_of
 from laminar.workers.learning import checkpoint
-from laminar.workers.learning.advantages import compute_advantages
+from laminar.workers.learning.advantages import Advantages, compute_advantages
 from laminar.workers.learning.agreement import engine_kl
 from laminar.workers.learning.base import Sample, StepResult
 from laminar.workers.learning.batching import MicroBatch, pack
@@ -129,7 +129,7 @@ class TorchLearner:
         rewards = torch.tensor([s.reward for s in batch], dtype=torch.float32)
         groups = torch.tensor([s.group for s in batch], dtype=torch.int64)
         advantages = compute_advantages(self.config.advantage, rewards, groups)
-        tally, trained_tokens = self._accumulate(batch, advantages.values, advantages.no_signal)
+        tally, trained_tokens = self._accumulate(batch, advantages)
         computed = self._now()
         agreement = self._agreement(batch, tally, fresh)
         agreed = self._now()
@@ -214,20 +214,26 @@ class TorchLearner:
         self._model.save_pretrained(folder)
         copy_tokenizer(self._folder, folder)
 
-    def _accumulate(self, batch: Sequence[Sample], advantages: Tensor, no_signal: frozenset[int]) -> tuple[Tally, int]:
-        """Gradients of the whole step onto the masters; what was counted, and the tokens that entered the loss."""
+    def _accumulate(self, batch: Sequence[Sample], advantages: Advantages) -> tuple[Tally, int]:
+        """Gradients of the whole step onto the masters; their sums, and how many tokens have an advantage.
+
+        A counted group without signal is part of the step, so of the mean: skipped or computed, its tokens weigh 0. A
+        step in which few groups have one moves the weights less than one in which all do.
+        """
         masks = [self._trained_mask(sample) for sample in batch]
-        in_loss = [bool(mask.any()) and s.group not in no_signal for s, mask in zip(batch, masks, strict=True)]
-        skip = self.config.skip_no_signal
-        computed = [i for i, mask in enumerate(masks) if bool(mask.any()) and (in_loss[i] or not skip)]
-        tokens = sum(int(mask.sum()) for mask, kept in zip(masks, in_loss, strict=True) if kept)
-        rows = [row_of(i, batch[i], masks[i]) for i in computed]
+        usable = [bool(mask.any()) for mask in masks]
+        in_loss = [ok and s.group not in advantages.no_signal for s, ok in zip(batch, usable, strict=True)]
+        counted = usable if self.config.no_signal == "count" else in_loss
+        lengths = [int(mask.sum()) for mask in masks]
+        tokens = sum(n for n, is_counted in zip(lengths, counted, strict=True) if is_counted)
+        computed = in_loss if self.config.skip_no_signal else usable
+        rows = [row_of(i, batch[i], masks[i]) for i, is_computed in enumerate(computed) if is_computed]
         tally = Tally()
         for micro in pack(rows, budget=self.config.micro_batch_tokens, share_prompts=self._share):
-            loss = self._micro_loss(batch, masks, micro, advantages, in_loss, tokens, sum(in_loss), tally)
+            loss = self._micro_loss(batch, masks, micro, advantages.values, in_loss, tokens, sum(counted), tally)
             loss.backward()  # type: ignore[no-untyped-call]
             self._gather_gradients()
-        return tally, tokens
+        return tally, sum(n for n, is_kept in zip(lengths, in_loss, strict=True) if is_kept)
 
     def _trained_mask(self, sample: Sample) -> Tensor:
         """bool [length]: the tokens that the loss may use."""

@@ -4,6 +4,7 @@
     loss      = sum over tokens of  token loss x token weight
     weight    = 1 / (tokens of the step)                      aggregation "token"
               = 1 / (sequences of the step x their tokens)    aggregation "sequence"
+                the step: with the groups that are counted without signal, whose own losses are 0
 
 `mask` is true where the token is trained: written by the policy, not padding, not in a trajectory left out. The
 weights are those of the whole step, so that cutting it into micro-batches changes nothing. An empty response has no
@@ -72,9 +73,9 @@ def policy_loss(
 
 
 def token_weights(mask: Tensor, aggregation: Aggregation, *, tokens: int, sequences: int) -> Tensor:
-    """float32 [N, T]: the weight of each token's loss; sums to 1 over all the rows of the step.
+    """float32 [N, T]: the weight of each token's loss; sums to 1 over all the rows that the step counts.
 
-    `tokens` and `sequences` count what is trained in the *step*: true entries of its masks, and rows that have any.
+    `tokens` and `sequences` count those of the *step*: true entries of their masks, and rows that have any.
     """
     if aggregation == "token":
         return mask.to(torch.float32) / max(tokens, 1)

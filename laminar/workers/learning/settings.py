@@ -17,7 +17,7 @@ from laminar.errors import ConfigError
 LEARNER_FIELDS = (
     "learning_rate", "warmup_steps", "betas", "weight_decay", "max_grad_norm", "advantage", "loss", "aggregation",
     "clip_low", "clip_high", "importance_cap", "kl_coefficient", "mask_truncated", "micro_batch_tokens",
-    "share_prompts", "skip_no_signal", "deterministic", "threads",
+    "share_prompts", "no_signal", "skip_no_signal", "deterministic", "threads",
 )  # fmt: skip
 """Fields of `TrainerConfig`. `threads` as resolved: their number changes the order of sums, so the bits."""
 TEMPERATURE = "sampling.temperature"

@@ -32,8 +32,8 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
 
 
 def step_rows(step: int, rows: Sequence[Mapping[str, Any]], result: StepResult) -> list[dict[str, Any]]:
-    """Rows of the `steps` table, for the trajectories that were trained."""
-    versions = {(r["group"], r["sample"]): r["version"] for r in rows}
+    """Rows of the `steps` table, for the trajectories that were trained: not for those that only count in the mean."""
+    versions = {(r["group"], r["sample"]): r["version"] for r in rows if r["use"] == "train"}
     return [
         {
             "step": step,
@@ -49,6 +49,7 @@ def step_rows(step: int, rows: Sequence[Mapping[str, Any]], result: StepResult) 
             "commit_seq": -1,
         }
         for s in result.samples
+        if (s.group, s.sample) in versions
     ]
 
 

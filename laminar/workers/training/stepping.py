@@ -34,7 +34,10 @@ async def train_decided(
 
     def train() -> StepResult:
         learner.configure(settings)
-        uses = ("train",) if learner.settings.get("trainer.skip_no_signal", True) else ("train", "no_signal")
+        present = learner.settings.get("trainer.no_signal") == "count" or not learner.settings.get(
+            "trainer.skip_no_signal", True
+        )
+        uses = ("train", "no_signal") if present else ("train",)
         samples = [sample_of(r) for r in rows if r["use"] in uses and r["status"] == "ok"]
         return learner.train(samples, fresh)
 

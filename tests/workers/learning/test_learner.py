@@ -143,7 +143,7 @@ def test_equal_rewards_are_counted_and_not_trained(learner_of, batch_of, weights
 
 
 def test_skipping_groups_without_signal_saves_compute_only(gradients_of, learner_of, batch_of):
-    """Computed or skipped, they move nothing: neither by their loss, nor by their KL, nor in the denominator."""
+    """Computed or skipped, it is the same gradient: neither their loss nor their KL is in it."""
     batch = batch_of([*MIXED, [(5, 0.0), (2, 0.0)]])
     settings = {"kl_coefficient": 0.1, "importance_cap": 2.0}
     skipped = gradients_of(batch, **settings)
@@ -151,6 +151,19 @@ def test_skipping_groups_without_signal_saves_compute_only(gradients_of, learner
     computed = learner_of(skip_no_signal=False).train(batch)
     assert computed.samples[-1].mean_ratio == pytest.approx(1, abs=1e-4)
     assert learner_of().train(batch).samples[-1].mean_ratio is None
+
+
+@pytest.mark.parametrize(("aggregation", "share"), [("token", 15 / 22), ("sequence", 3 / 5)])
+def test_groups_without_signal_count_in_the_mean_unless_they_are_replaced(gradients_of, batch_of, aggregation, share):
+    """Their loss of 0 is part of the step: 15 of its 22 tokens, 3 of its 5 trajectories have an advantage."""
+    with_signal = [(5, 1.0), (3, 0.0), (7, 0.0)]
+    alone = batch_of([with_signal])
+    both = [*alone, *(dataclasses.replace(s, group=9) for s in batch_of([[(5, 0.0), (2, 0.0)]], seed=3))]
+    settings = {"aggregation": aggregation, "max_grad_norm": 1e9}
+    replaced = gradients_of(both, no_signal="replace", **settings)
+    assert_same_gradients(replaced, gradients_of(alone, **settings))
+    counted = gradients_of(both, no_signal="count", **settings)
+    assert_same_gradients(counted, {name: gradient * share for name, gradient in replaced.items()})
 
 
 def test_a_step_without_any_trajectory_makes_a_version(learner_of, weights_of):

@@ -52,6 +52,12 @@ def test_retired_groups_count_in_the_mean_reward() -> None:
     assert (found["reward_mean"], found["groups_trained"], found["groups_no_signal"]) == (0.75, 1.0, 1.0)
 
 
+def test_groups_that_only_count_in_the_mean_leave_no_rows_among_the_trained() -> None:
+    stats = [SampleStats(g, s, 0.5 - g / 2, 2, 1.0, 0.0, 0.1, -0.5) for g in (0, 1) for s in (0, 1)]
+    rows = [row(0, 0), row(0, 1), row(1, 0, use="no_signal"), row(1, 1, use="no_signal")]
+    assert [(r["group"], r["sample"]) for r in step_rows(4, rows, StepResult(stats))] == [(0, 0), (0, 1)]
+
+
 def test_errors_have_no_reward_and_are_counted() -> None:
     failed = row(1, 0, status="reward_error", reward=None, version=-1, token_ids=[], policy_mask=[], logprobs=[])
     found = metrics([row(0, 1), failed], g1="error")

@@ -278,7 +278,8 @@ def number(value: float | None, digits: int) -> str:
 
 
 def report_comparison(runs: Sequence[Run], threshold: float) -> None:
-    """One table a quantity: a row a seed, then the medians. `–`: the threshold was not reached."""
+    """One table a quantity: a row a seed, then the medians: of each system's figures, and of the ratios of the seeds,
+    since a seed's order of the prompts is the same for both. `–`: the threshold was not reached."""
     systems = sorted({(r.system, r.variant) for r in runs}, key=lambda s: (s[0] != "laminar", s))
     newest = {(r.system, r.variant, r.seed): r for r in runs}
     quantities: list[tuple[str, int, Callable[[Run], float | None]]] = [
@@ -292,22 +293,31 @@ def report_comparison(runs: Sequence[Run], threshold: float) -> None:
     ]
     names = [s if v == "default" else f"{s} {v}" for s, v in systems]
     for title, digits, of in quantities:
-        ratios = [f"{n} / {names[0]}" for n in names[1:]]
-        print(f"\n{title}\n{'seed':>8}" + "".join(f"{n:>18}" for n in [*names, *ratios]))
+        heads = [*names, *(f"{n} / {names[0]}" for n in names[1:])]
+        print(f"\n{title}\n{'seed':>8}" + "".join(f"{n:>18}" for n in heads))
         columns: list[list[float | None]] = [[] for _ in systems]
         for seed in sorted({r.seed for r in runs}):
             found = [newest.get((*s, seed)) for s in systems]
             values = [None if r is None else of(r) for r in found]
-            for column, value, r in zip(columns, values, found, strict=True):
-                if r is not None:
-                    column.append(value)
-            print_row(str(seed), values, digits)
+            for column, value in zip(columns, values, strict=True):
+                column.append(value)
+            print_row(str(seed), values, ratios_of(values), digits)
         # A median over the seeds that reached it alone would flatter who reached it seldom.
-        print_row("median", [statistics.median(c) if c and None not in c else None for c in columns], digits)  # type: ignore[type-var]
+        by_seed = [ratios_of(values) for values in zip(*columns, strict=True)]
+        print_row("median", [median(c) for c in columns], [median(c) for c in zip(*by_seed, strict=True)], digits)
 
 
-def print_row(name: str, values: Sequence[float | None], digits: int) -> None:
-    ratios = [v / values[0] if v is not None and values[0] else None for v in values[1:]]
+def median(values: Sequence[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known and len(known) == len(values) else None
+
+
+def ratios_of(values: Sequence[float | None]) -> list[float | None]:
+    """Each against the first."""
+    return [v / values[0] if v is not None and values[0] else None for v in values[1:]]
+
+
+def print_row(name: str, values: Sequence[float | None], ratios: Sequence[float | None], digits: int) -> None:
     cells = [*(number(v, digits) for v in values), *(number(r, 2) for r in ratios)]
     print(f"{name:>8}" + "".join(f"{cell:>18}" for cell in cells))
 

@@ -45,7 +45,8 @@ class Resolution(Enum):
 
 
 def resolve(intent: Intent, found_at: int | None, table_version: int) -> Resolution:
-    """What a committer must do about an announced commit, from the table alone."""
+    """What a committer must do about an announced commit, from the table alone. `table_version` was read before the
+    look for its key: what became of a target that was taken by then is final, what comes later is refused."""
     if found_at is not None:
         return Resolution.UNREGISTER
     return Resolution.COMMIT if table_version < intent.target else Resolution.VOID
@@ -128,8 +129,11 @@ class TableCommitter:
             await self.ledger.check_fence()
             raise Fenced(f"what was announced of table {self.name!r} is resolved already; this committer stands back")
         segments = [by_id[s] for s in intent.segments]
+        # In this order: a late commit that lands after the look at the version finds its target free no more than we
+        # do, and one that landed before it is found. The other way round it could land in between, unseen.
+        version = await self.table.version()
         found = await self.table.find(intent.key)
-        if resolve(intent, found, await self.table.version()) is Resolution.COMMIT:
+        if resolve(intent, found, version) is Resolution.COMMIT:
             found = await self._commit(intent, segments, head.rows)
         if found is None:
             log.warning("table %s: the announced commit %s is void: %s", self.name, intent.key, Resolution.VOID.value)

@@ -225,6 +225,35 @@ async def paused_at(world: World, at: int | str, compacts: bool) -> None:
         await working
 
 
+async def test_a_late_commit_may_land_at_any_instant_of_its_successors_round(start: Start) -> None:
+    """A call to the table goes on in its thread, or on the wire, when its committer has lost its leadership."""
+    at = 0
+    while at == 0 or at < len(gate.passed):
+        world = await World.make(start)
+        wake, asleep = asyncio.Event(), asyncio.Event()
+
+        async def pause(wake: asyncio.Event = wake, asleep: asyncio.Event = asleep) -> None:
+            asleep.set()
+            await wake.wait()
+
+        actor, late = await world.committer(Gate("before commit", pause))
+        working = asyncio.create_task(late.run_once())
+        await asleep.wait()
+        actor.kill()
+
+        async def land(wake: asyncio.Event = wake, working: asyncio.Task[int] = working) -> None:
+            wake.set()
+            with suppress(Fenced):
+                await working
+
+        gate = Gate(at, land)
+        _, successor = await world.committer(gate)
+        await world.commit_all(successor)
+        await world.assert_committed_once(2)
+        at += 1
+    assert {"before find", "before version", "before commit", "before delete"} <= set(gate.passed)
+
+
 async def test_a_replaced_committer_announces_nothing(start: Start) -> None:
     world = await World.make(start)
     actor, committer = await world.committer()

@@ -54,11 +54,13 @@ class TableFiles:
                 if folder.is_dir():
                     sync_folder(folder)
 
-    def sync_manifests(self) -> None:
+    def sync_manifests(self, since: int) -> None:
+        """Make the version `since` durable, with the one before it and all newer ones."""
         if not self.fsync:
             return
-        for path in self.manifests()[:2]:
-            _sync_file(path)
+        for path in self.manifests():
+            if version_of(path) >= since - 1:
+                _sync_file(path)
         for name in ("_versions", "_transactions"):
             folder = self._folder / name
             if folder.is_dir():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -65,6 +66,8 @@ class LanceTable:
         self._seen = False
         self._session: Any = None
         self._keys: dict[int, str | None] = {}
+        self._doubtful: list[tuple[int, str, list[Any]]] = []
+        """Of compactions that failed: the version that was due, its key, the fragments written for it."""
 
     async def version(self) -> int:
         return await self._run(lambda: self._version())
@@ -225,10 +228,12 @@ class LanceTable:
                     raise  # not made, and the target is free: the same call may be made again
                 holder = self._key_at(target)
                 if holder == key:
-                    return target  # made, and only the reply was lost
+                    self.files.sync_manifests(target)  # made, and its reply was lost, or its sync failed
+                    return target
                 if holder is not CLEANED_UP:
                     self.files.delete_data(fragments)
                 raise self._taken(target, key, f"the next one is {there + 1}") from e
+            self._settle()
             return target
 
     def _publish(self, base: Any, operation: Any, key: str) -> None:
@@ -245,7 +250,7 @@ class LanceTable:
             max_retries=0,
             commit_message=key,
         )
-        self.files.sync_manifests()
+        self.files.sync_manifests(version + 1)
         # A handle to a new table does not share the bounded caches: open it anew.
         self._dataset = None if base is None else made
         if made.version != version + 1:
@@ -279,6 +284,7 @@ class LanceTable:
         for version in range(int(newest.version), max(0, int(newest.version) - within), -1):
             holder = self._key_at(version)
             if holder == key:
+                self.files.sync_manifests(version)  # whoever made it may have died before this
                 return version
             if holder is CLEANED_UP:
                 return None  # and so are all older ones
@@ -301,16 +307,11 @@ class LanceTable:
             if newest is None:
                 return 0
             if groups := self._rewritten(newest):
-                before = int(newest.version)
-                try:
-                    self._rewrite(newest, groups)
-                except (OSError, ValueError, RuntimeError) as e:
-                    if self._version() == before:
-                        raise
-                    log.info("compaction of %s gave way to another commit: %s", self.uri, _first_line(e))
-                    self.files.delete_data([f for _, new in groups for f in new])
+                self._replace(newest, groups)
             newest = self._newest()
             assert newest is not None
+            # Nothing older may go before this one is durable, whoever made it.
+            self.files.sync_manifests(int(newest.version))
             newest.cleanup_old_versions(retain_versions=keep)
             for version in [v for v in self._keys if v <= newest.version - keep]:
                 del self._keys[version]
@@ -321,18 +322,53 @@ class LanceTable:
         from lance.optimize import Compaction, CompactionOptions
 
         options = CompactionOptions(target_rows_per_fragment=ROWS_PER_FRAGMENT, num_threads=1)
-        results = [task.execute(base) for task in Compaction.plan(base, options).tasks]
-        for result in results:
-            self.files.sync_data(result.new_fragments)
-        # Lance's type stubs have another name for `original_fragments`.
-        return [(list(r.original_fragments), list(r.new_fragments)) for r in results]  # type: ignore[attr-defined]
+        results: list[Any] = []
+        try:
+            for task in Compaction.plan(base, options).tasks:
+                results.append(task.execute(base))
+            for result in results:
+                self.files.sync_data(result.new_fragments)
+        except (OSError, ValueError, RuntimeError):
+            self.files.delete_data([f for r in results for f in r.new_fragments])
+            raise
+        return [(list(r.original_fragments), list(r.new_fragments)) for r in results]
 
-    def _rewrite(self, base: Any, groups: list[tuple[list[Any], list[Any]]]) -> None:
+    def _replace(self, base: Any, groups: list[tuple[list[Any], list[Any]]]) -> None:
+        """Publish a compaction, unless another commit came. What it wrote is deleted only when it is certain that no
+        version refers to it: an error of the call does not say so."""
+        target, key = int(base.version) + 1, f"{COMPACTION}/{secrets.token_hex(8)}"
+        written = [f for _, new in groups for f in new]
+        try:
+            self._rewrite(base, groups, key)
+        except (OSError, ValueError, RuntimeError) as e:
+            if self._version() < target:
+                # A network file system may make it after it has said no; the next commit settles that.
+                self._doubtful.append((target, key, written))
+                raise
+            holder = self._key_at(target)
+            if holder == key:
+                log.warning("compaction of %s was made as version %d, despite: %s", self.uri, target, _first_line(e))
+                return
+            log.info("compaction of %s gave way to another commit: %s", self.uri, _first_line(e))
+            if holder is not CLEANED_UP:
+                self.files.delete_data(written)
+
+    def _settle(self) -> None:
+        """Delete what compactions wrote that failed, and whose version has become something else."""
+        there = self._version() if self._doubtful else 0
+        settled = [d for d in self._doubtful if d[0] <= there]
+        for doubtful in settled:
+            target, key, written = doubtful
+            if self._key_at(target) not in (key, CLEANED_UP):
+                self.files.delete_data(written)
+            self._doubtful.remove(doubtful)
+
+    def _rewrite(self, base: Any, groups: list[tuple[list[Any], list[Any]]], key: str) -> None:
         from lance import LanceOperation
 
         numbered = iter(_numbered(base, [f for _, new in groups for f in new]))
         rewritten = [LanceOperation.RewriteGroup(old, [next(numbered) for _ in new]) for old, new in groups]
-        self._publish(base, LanceOperation.Rewrite(rewritten, []), COMPACTION)
+        self._publish(base, LanceOperation.Rewrite(rewritten, []), key)
 
 
 def _fragments(dataset: Any) -> list[Any]:

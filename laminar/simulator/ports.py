@@ -166,7 +166,13 @@ class TablePort:
         return await self._call("write", commit)
 
     async def find(self, key: str, *, within: int = 100) -> int | None:
-        return await self._call("read", lambda: self.table.find(key, within=within))
+        async def find() -> int | None:
+            found = await self.table.find(key, within=within)
+            if found is not None and found >= self.unanswered.get(self.table, found):
+                self.unanswered.pop(self.table, None)  # what is found is durable
+            return found
+
+        return await self._call("read", find)
 
     async def count(self) -> int:
         return await self._call("read", self.table.count)

@@ -9,7 +9,9 @@ lost). So rows are committed as a `Merge` that lists all fragments, and a compac
 ids of our own: Lance holds either incompatible with whatever came since the version it was made for, and creates
 the manifest atomically. Lance never syncs local files either: a power cut takes acknowledged commits and can leave
 a newest manifest that does not open, or that opens as an empty table of version 0. So every step is synced here,
-and `_newest` checks what it opens and sets an unreadable newest manifest aside: it was not acknowledged.
+and `_newest` checks what it opens. A newest manifest whose content makes no sense was not acknowledged: readers pass
+it over, the committer sets it aside. One that merely could not be read, as a network file system may say for a while,
+is never taken for such.
 
 In an object store the same holds without syncs: a manifest is made by a conditional put, which the store's probe has
 tried before anything relies on it.
@@ -22,14 +24,13 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from laminar.buffer.files import StorageFull
-from laminar.buffer.lance_files import SET_ASIDE, TableFiles, version_of
+from laminar.buffer.lance_files import SET_ASIDE, TableFiles, fragments_of, makes_sense, numbered, version_of
 from laminar.buffer.memory_table import check_columns, with_commit_seq
 from laminar.buffer.table_errors import TableUnreadable, TargetTaken
 from laminar.errors import StoreError
@@ -66,6 +67,7 @@ class LanceTable:
         self._seen = False
         self._session: Any = None
         self._keys: dict[int, str | None] = {}
+        self._passed_over: Path | None = None
         self._doubtful: list[tuple[int, str, list[Any]]] = []
         """Of compactions that failed: the version that was due, its key, the fragments written for it."""
 
@@ -117,9 +119,11 @@ class LanceTable:
         newest = self._newest()
         return 0 if newest is None else int(newest.version)
 
-    def _newest(self) -> Any:
-        """The data set at its newest version, or None. Raises TableUnreadable if it does not open."""
+    def _newest(self, *, repairing: bool = False) -> Any:
+        """The data set at its newest version, or None. Raises TableUnreadable if it does not open. A newest manifest
+        without sense is passed over: it was not acknowledged. Only who is `repairing`, the committer, renames it."""
         with self._lock:
+            failed: Path | None = None
             while True:
                 manifest = self.files.newest_manifest()
                 if self.files.local and manifest is None:
@@ -138,6 +142,13 @@ class LanceTable:
                         raise
                     if manifest is not None and manifest != self.files.newest_manifest():
                         continue  # a newer one came, or this one was set aside by another process
+                    if failed != manifest:
+                        failed, self._session = manifest, None
+                        continue  # the error may have been a passing one
+                    older = self._before(manifest, e)
+                    if not repairing:
+                        self._say_passed_over(manifest, e)
+                        return older
                     self._set_aside(manifest, e)
 
     def _refreshed(self, manifest: Path | None) -> Any:
@@ -172,29 +183,49 @@ class LanceTable:
             session=self._session,
         )
 
-    def _set_aside(self, manifest: Path | None, cause: Exception) -> None:
-        """Rename a newest manifest that is there and whose content does not open, if an older version opens, or
-        none was ever committed. Raises TableUnreadable otherwise."""
+    def _before(self, manifest: Path | None, cause: Exception) -> Any:
+        """The data set without its newest manifest, if the content of that makes no sense: the version before it, or
+        None if there is none. Raises TableUnreadable otherwise."""
         if manifest is None:
             raise TableUnreadable(f"the table {self.uri} does not open: {_first_line(cause)}") from cause
         version = version_of(manifest)
+        if makes_sense(manifest, version):
+            raise TableUnreadable(
+                f"the table {self.uri} does not open at version {version}, whose manifest {manifest} is whole: "
+                f"{_first_line(cause)}; it is tried again when it is next asked for"
+            ) from cause
         try:
-            size = len(manifest.read_bytes())
-            older = self.files.manifests()[1:]
-            if older and self._open(version=version_of(older[0])).version != version_of(older[0]):
-                raise OSError(f"version {version_of(older[0])} does not open as itself")
+            older = next((m for m in self.files.manifests() if version_of(m) < version), None)
+            if older is None:
+                return None
+            dataset = self._open(version=version_of(older))
+            if dataset.version != version_of(older):
+                raise OSError(f"version {version_of(older)} does not open as itself")
+            return dataset
         except (OSError, ValueError) as e:
             raise TableUnreadable(
                 f"the table {self.uri} does not open at version {version} ({_first_line(cause)}), nor is the version "
                 f"before it usable ({_first_line(e)}); restore {manifest} from a backup, or rebuild the table"
             ) from e
+
+    def _say_passed_over(self, manifest: Path | None, cause: Exception) -> None:
+        if manifest != self._passed_over:
+            self._passed_over = manifest
+            log.warning(
+                "%s makes no sense (%s) and is passed over, as a power cut leaves one; the next commit sets it aside",
+                manifest, _first_line(cause),
+            )  # fmt: skip
+
+    def _set_aside(self, manifest: Path | None, cause: Exception) -> None:
+        """Rename a newest manifest whose content makes no sense: see `_before`."""
+        assert manifest is not None
         self.files.set_aside(manifest)
         self._keys.clear()
         self._session = None
         log.warning(
-            "the newest manifest of %s (version %d, %d bytes) does not open and is set aside as %s%s: %s; "
+            "the newest manifest of %s (version %d) makes no sense and is set aside as %s%s: %s; "
             "a power cut left it, and nothing acknowledged is in it alone",
-            self.uri, version, size, manifest.name, SET_ASIDE, _first_line(cause),
+            self.uri, version_of(manifest), manifest.name, SET_ASIDE, _first_line(cause),
         )  # fmt: skip
 
     # -- committing ---------------------------------------------------------------------------------------------
@@ -204,7 +235,7 @@ class LanceTable:
         from lance.fragment import write_fragments
 
         with self._lock:
-            newest = self._newest()
+            newest = self._newest(repairing=True)
             if target != (next_version := 1 if newest is None else newest.version + 1):
                 raise self._taken(target, key, f"the next one is {next_version}")
             fragments = write_fragments(
@@ -219,7 +250,7 @@ class LanceTable:
             if newest is None:
                 operation: Any = LanceOperation.Overwrite(self.schema, fragments)
             else:
-                operation = LanceOperation.Merge([*_fragments(newest), *_numbered(newest, fragments)], newest.schema)
+                operation = LanceOperation.Merge([*fragments_of(newest), *numbered(newest, fragments)], newest.schema)
             try:
                 self._publish(newest, operation, key)
             except (OSError, ValueError, RuntimeError) as e:
@@ -303,7 +334,7 @@ class LanceTable:
 
     def _compact(self, keep: int) -> int:
         with self._lock:
-            newest = self._newest()
+            newest = self._newest(repairing=True)
             if newest is None:
                 return 0
             if groups := self._rewritten(newest):
@@ -366,19 +397,9 @@ class LanceTable:
     def _rewrite(self, base: Any, groups: list[tuple[list[Any], list[Any]]], key: str) -> None:
         from lance import LanceOperation
 
-        numbered = iter(_numbered(base, [f for _, new in groups for f in new]))
-        rewritten = [LanceOperation.RewriteGroup(old, [next(numbered) for _ in new]) for old, new in groups]
+        ids = iter(numbered(base, [f for _, new in groups for f in new]))
+        rewritten = [LanceOperation.RewriteGroup(old, [next(ids) for _ in new]) for old, new in groups]
         self._publish(base, LanceOperation.Rewrite(rewritten, []), key)
-
-
-def _fragments(dataset: Any) -> list[Any]:
-    return [f.metadata for f in dataset.get_fragments()]
-
-
-def _numbered(base: Any, fragments: Sequence[Any]) -> list[Any]:
-    """New fragments under the ids that follow those of `base`. They never repeat: a compaction's are higher yet."""
-    first = 1 + max((f.id for f in _fragments(base)), default=-1)
-    return [replace(f, id=first + i) for i, f in enumerate(fragments)]
 
 
 def _first_line(e: Exception) -> str:

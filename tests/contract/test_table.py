@@ -375,6 +375,40 @@ async def test_a_running_reader_follows_when_a_manifest_is_set_aside(tmp_path: P
     assert await reader.version() == 3 and await reader.count() == 9
 
 
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("call", ["version", "commit"])
+async def test_an_error_that_passes_sets_no_manifest_aside(tmp_path: Path, times: int, call: str) -> None:
+    """As a network file system gives at opening (a stale handle): the newest version is whole, and was acknowledged."""
+    await fill(lance_table(tmp_path), 3)
+    table = lance_table(tmp_path)
+    real, failed = table._open, failing(OSError(116, "Stale file handle"), times)
+
+    def sometimes(version: int | None = None) -> Any:
+        failed()
+        return real(version)
+
+    table._open = sometimes  # type: ignore[method-assign]
+    asked = table.version() if call == "version" else table.commit(rows(12), target=4, key="next")
+    if times == 1:
+        assert await asked == (3 if call == "version" else 4)
+    else:
+        with pytest.raises(TableUnreadable, match=r"version 3, whose manifest .* is whole: .*Stale file handle"):
+            await asked
+    assert await lance_table(tmp_path).count() == (16 if call == "commit" and times == 1 else 12)
+
+
+async def test_readers_pass_an_unreadable_newest_manifest_over_and_rename_nothing(tmp_path: Path) -> None:
+    await fill(lance_table(tmp_path), 3)
+    newest = min((tmp_path / "steps.lance/_versions").glob("*.manifest"))
+    newest.write_bytes(b"")
+    reader = lance_table(tmp_path)
+    assert await reader.version() == 2 and await reader.find("key-1") == 2
+    assert (await reader.read())["commit_seq"].to_pylist() == list(range(8))
+    assert newest.exists()
+    assert await lance_table(tmp_path).commit(rows(50, 1), target=3, key="anew") == 3
+    assert await reader.version() == 3 and await reader.count() == 9
+
+
 async def test_two_unreadable_manifests_are_told_and_nothing_is_renamed(tmp_path: Path) -> None:
     await fill(lance_table(tmp_path), 3)
     manifests = sorted((tmp_path / "steps.lance/_versions").glob("*.manifest"))

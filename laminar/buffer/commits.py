@@ -28,13 +28,15 @@ from laminar.buffer.segments import read_segment
 from laminar.buffer.session import transact_or_read_back
 from laminar.buffer.storage import NotFound, Storage
 from laminar.buffer.table import Table, TargetTaken
-from laminar.errors import CorruptSegment, Fenced
+from laminar.errors import CorruptSegment, Fenced, StoreError
 
 log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 100
 COMPACT_EVERY = 200
 """Commits, of any committer's life, after which a table is compacted: it has a few files for each commit since."""
+COMPACT_AGAIN_AFTER = 20
+"""Commits, after a compaction that failed."""
 KEEP_VERSIONS = 20
 
 
@@ -75,6 +77,7 @@ class TableCommitter:
         self.storage = storage
         self.compact_every = compact_every
         self.compactions = 0
+        self._compact_again_at = 0
 
     async def head(self) -> tuple[TableHead, KeyValue | None]:
         kv = await self.coordination.get(self.keys.head(self.name))
@@ -95,7 +98,7 @@ class TableCommitter:
             return await self._finish_announced(head, kv, waiting)
         if not waiting:
             return 0
-        if head.lance_version - head.compacted >= self.compact_every:
+        if head.lance_version >= max(head.compacted + self.compact_every, self._compact_again_at):
             await self._compact(head, kv)
             head, kv = await self.head()
         batch = await self._readable(waiting[:MAX_SEGMENTS])
@@ -207,7 +210,13 @@ class TableCommitter:
     async def _compact(self, head: TableHead, kv: KeyValue | None) -> None:
         """Compaction rewrites no row, so a late one by a replaced committer does no harm; only the intent that it
         overtakes becomes void and is announced anew."""
-        version = await self.table.compact(keep=KEEP_VERSIONS)
+        try:
+            version = await self.table.compact(keep=KEEP_VERSIONS)
+        except StoreError as e:
+            # Commits need less than a compaction: they go on where it has no space, or meets a damaged old file.
+            self._compact_again_at = head.lance_version + COMPACT_AGAIN_AFTER
+            log.error("table %s: not compacted, tried again in %d commits: %s", self.name, COMPACT_AGAIN_AFTER, e)
+            return
         await self._put_head(head.model_copy(update={"lance_version": version, "compacted": version}), kv)
         self.compactions += 1
         log.info("table %s: compacted at version %d", self.name, version)

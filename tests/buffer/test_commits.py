@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from laminar.buffer import claims
+from laminar.buffer import claims, commits
 from laminar.buffer.claims import Held
 from laminar.buffer.commits import COMPACT_EVERY, KEEP_VERSIONS, MAX_SEGMENTS, Resolution, TableCommitter, resolve
 from laminar.buffer.coordination import KeyValue, Put, Transaction
@@ -227,7 +227,7 @@ async def paused_at(world: World, at: int | str, compacts: bool) -> None:
 
 async def test_a_late_commit_may_land_at_any_instant_of_its_successors_round(start: Start) -> None:
     """A call to the table goes on in its thread, or on the wire, when its committer has lost its leadership."""
-    at = 0
+    gate, at = Gate(), 0
     while at == 0 or at < len(gate.passed):
         world = await World.make(start)
         wake, asleep = asyncio.Event(), asyncio.Event()
@@ -478,3 +478,27 @@ async def test_a_table_is_compacted_every_so_many_commits_of_whichever_committer
     assert compactions == 2
     assert (await world.head()).lance_version == await world.table.version() == 14
     await world.assert_committed_once(12)
+
+
+async def test_a_compaction_that_fails_holds_no_commit_up_and_is_tried_again_some_commits_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.make(start, 0)
+    tries: list[int] = []
+    monkeypatch.setattr(commits, "COMPACT_AGAIN_AFTER", 3)
+    _, committer = await world.committer()
+    committer.compact_every = 2
+    compact = world.table.compact
+
+    async def damaged(*, keep: int) -> int:
+        tries.append(await world.table.version())
+        if len(tries) < 3:
+            raise StoreError("an old fragment does not open")
+        return await compact(keep=keep)
+
+    monkeypatch.setattr(world.table, "compact", damaged)
+    for _ in range(10):
+        await world.finish_a_group()
+        assert await committer.run_once() == 2
+    assert tries == [2, 5, 8] and committer.compactions == 1
+    await world.assert_committed_once(10)

@@ -138,7 +138,8 @@ class StoragePort:
 
 
 class TablePort:
-    """One process's view of a committed table. Opening it sets an unreadable newest version aside, as Lance's does."""
+    """One process's view of a committed table. Opening it sets an unreadable newest version aside: Lance's is passed
+    over until the next commit does so, which its users cannot tell from this."""
 
     def __init__(
         self, process: SimProcess, table: MemoryTable, faults: StorageFaults, unanswered: dict[MemoryTable, int]

@@ -28,13 +28,15 @@ from laminar.buffer.segments import read_segment
 from laminar.buffer.session import transact_or_read_back
 from laminar.buffer.storage import NotFound, Storage
 from laminar.buffer.table import Table, TargetTaken
-from laminar.errors import CorruptSegment, Fenced
+from laminar.errors import CorruptSegment, Fenced, StoreError
 
 log = logging.getLogger(__name__)
 
 MAX_SEGMENTS = 100
 COMPACT_EVERY = 200
 """Commits, of any committer's life, after which a table is compacted: it has a few files for each commit since."""
+COMPACT_AGAIN_AFTER = 20
+"""Commits, after a compaction that failed."""
 KEEP_VERSIONS = 20
 
 
@@ -45,7 +47,8 @@ class Resolution(Enum):
 
 
 def resolve(intent: Intent, found_at: int | None, table_version: int) -> Resolution:
-    """What a committer must do about an announced commit, from the table alone."""
+    """What a committer must do about an announced commit, from the table alone. `table_version` was read before the
+    look for its key: what became of a target that was taken by then is final, what comes later is refused."""
     if found_at is not None:
         return Resolution.UNREGISTER
     return Resolution.COMMIT if table_version < intent.target else Resolution.VOID
@@ -74,6 +77,7 @@ class TableCommitter:
         self.storage = storage
         self.compact_every = compact_every
         self.compactions = 0
+        self._compact_again_at = 0
 
     async def head(self) -> tuple[TableHead, KeyValue | None]:
         kv = await self.coordination.get(self.keys.head(self.name))
@@ -94,7 +98,7 @@ class TableCommitter:
             return await self._finish_announced(head, kv, waiting)
         if not waiting:
             return 0
-        if head.lance_version - head.compacted >= self.compact_every:
+        if head.lance_version >= max(head.compacted + self.compact_every, self._compact_again_at):
             await self._compact(head, kv)
             head, kv = await self.head()
         batch = await self._readable(waiting[:MAX_SEGMENTS])
@@ -128,8 +132,11 @@ class TableCommitter:
             await self.ledger.check_fence()
             raise Fenced(f"what was announced of table {self.name!r} is resolved already; this committer stands back")
         segments = [by_id[s] for s in intent.segments]
+        # In this order: a late commit that lands after the look at the version finds its target free no more than we
+        # do, and one that landed before it is found. The other way round it could land in between, unseen.
+        version = await self.table.version()
         found = await self.table.find(intent.key)
-        if resolve(intent, found, await self.table.version()) is Resolution.COMMIT:
+        if resolve(intent, found, version) is Resolution.COMMIT:
             found = await self._commit(intent, segments, head.rows)
         if found is None:
             log.warning("table %s: the announced commit %s is void: %s", self.name, intent.key, Resolution.VOID.value)
@@ -203,7 +210,13 @@ class TableCommitter:
     async def _compact(self, head: TableHead, kv: KeyValue | None) -> None:
         """Compaction rewrites no row, so a late one by a replaced committer does no harm; only the intent that it
         overtakes becomes void and is announced anew."""
-        version = await self.table.compact(keep=KEEP_VERSIONS)
+        try:
+            version = await self.table.compact(keep=KEEP_VERSIONS)
+        except StoreError as e:
+            # Commits need less than a compaction: they go on where it has no space, or meets a damaged old file.
+            self._compact_again_at = head.lance_version + COMPACT_AGAIN_AFTER
+            log.error("table %s: not compacted, tried again in %d commits: %s", self.name, COMPACT_AGAIN_AFTER, e)
+            return
         await self._put_head(head.model_copy(update={"lance_version": version, "compacted": version}), kv)
         self.compactions += 1
         log.info("table %s: compacted at version %d", self.name, version)

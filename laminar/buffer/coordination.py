@@ -64,10 +64,6 @@ def unchanged(kv: KeyValue) -> Compare:
     return Compare(kv.key, Field.MOD, kv.mod_revision)
 
 
-def value_is(key: str, value: str) -> Compare:
-    return Compare(key, Field.VALUE, value)
-
-
 @dataclass(frozen=True)
 class Put:
     key: str

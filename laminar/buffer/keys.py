@@ -46,7 +46,6 @@ class Keys:
         self.secret = f"{self.prefix}secret"
         self.workers_root = f"{self.prefix}workers/"
         self.loads_root = f"{self.prefix}load/"
-        self.failures_root = f"{self.prefix}failures/"
 
     def worker(self, kind: str, worker: str) -> str:
         return f"{self.workers_root}{kind}/{worker}"

@@ -6,14 +6,19 @@ it has acknowledged stays. So all methods do nothing there.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from laminar.buffer.local_files import sync_folder
+
+log = logging.getLogger(__name__)
 
 SET_ASIDE = ".unreadable"
 VERSIONS_UP = (1 << 64) - 1
@@ -54,11 +59,13 @@ class TableFiles:
                 if folder.is_dir():
                     sync_folder(folder)
 
-    def sync_manifests(self) -> None:
+    def sync_manifests(self, since: int) -> None:
+        """Make the version `since` durable, with the one before it and all newer ones."""
         if not self.fsync:
             return
-        for path in self.manifests()[:2]:
-            _sync_file(path)
+        for path in self.manifests():
+            if version_of(path) >= since - 1:
+                _sync_file(path)
         for name in ("_versions", "_transactions"):
             folder = self._folder / name
             if folder.is_dir():
@@ -75,9 +82,36 @@ class TableFiles:
         return [self._folder / "data" / file.path for fragment in fragments for file in fragment.files]
 
 
+def makes_sense(manifest: Path, version: int) -> bool:
+    """Whether a manifest's content is that of this version. It is judged in a folder of its own, so that no other error
+    of the table's file system is taken for one of content. Raises OSError if it cannot be read."""
+    import lance
+
+    content = manifest.read_bytes()
+    with tempfile.TemporaryDirectory(prefix="laminar-manifest-") as folder:
+        versions = Path(folder) / "table" / "_versions"
+        versions.mkdir(parents=True)
+        (versions / manifest.name).write_bytes(content)
+        try:
+            return bool(lance.dataset(str(versions.parent)).version == version)
+        except (OSError, ValueError) as e:
+            log.debug("the content of %s: %s", manifest, e)
+            return False
+
+
 def version_of(manifest: Path) -> int:
     number = int(manifest.name.partition(".")[0])
     return VERSIONS_UP - number if number > 1 << 63 else number
+
+
+def fragments_of(dataset: Any) -> list[Any]:
+    return [f.metadata for f in dataset.get_fragments()]
+
+
+def numbered(base: Any, fragments: Sequence[Any]) -> list[Any]:
+    """New fragments under the ids that follow those of `base`. They never repeat: a compaction's are higher yet."""
+    first = 1 + max((f.id for f in fragments_of(base)), default=-1)
+    return [replace(f, id=first + i) for i, f in enumerate(fragments)]
 
 
 def _sync_file(path: Path) -> None:

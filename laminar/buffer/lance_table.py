@@ -9,7 +9,9 @@ lost). So rows are committed as a `Merge` that lists all fragments, and a compac
 ids of our own: Lance holds either incompatible with whatever came since the version it was made for, and creates
 the manifest atomically. Lance never syncs local files either: a power cut takes acknowledged commits and can leave
 a newest manifest that does not open, or that opens as an empty table of version 0. So every step is synced here,
-and `_newest` checks what it opens and sets an unreadable newest manifest aside: it was not acknowledged.
+and `_newest` checks what it opens. A newest manifest whose content makes no sense was not acknowledged: readers pass
+it over, the committer sets it aside. One that merely could not be read, as a network file system may say for a while,
+is never taken for such.
 
 In an object store the same holds without syncs: a manifest is made by a conditional put, which the store's probe has
 tried before anything relies on it.
@@ -19,16 +21,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from laminar.buffer.files import StorageFull
-from laminar.buffer.lance_files import SET_ASIDE, TableFiles, version_of
+from laminar.buffer.lance_files import SET_ASIDE, TableFiles, fragments_of, makes_sense, numbered, version_of
 from laminar.buffer.memory_table import check_columns, with_commit_seq
 from laminar.buffer.table_errors import TableUnreadable, TargetTaken
 from laminar.errors import StoreError
@@ -65,6 +67,9 @@ class LanceTable:
         self._seen = False
         self._session: Any = None
         self._keys: dict[int, str | None] = {}
+        self._passed_over: Path | None = None
+        self._doubtful: list[tuple[int, str, list[Any]]] = []
+        """Of compactions that failed: the version that was due, its key, the fragments written for it."""
 
     async def version(self) -> int:
         return await self._run(lambda: self._version())
@@ -114,9 +119,11 @@ class LanceTable:
         newest = self._newest()
         return 0 if newest is None else int(newest.version)
 
-    def _newest(self) -> Any:
-        """The data set at its newest version, or None. Raises TableUnreadable if it does not open."""
+    def _newest(self, *, repairing: bool = False) -> Any:
+        """The data set at its newest version, or None. Raises TableUnreadable if it does not open. A newest manifest
+        without sense is passed over: it was not acknowledged. Only who is `repairing`, the committer, renames it."""
         with self._lock:
+            failed: Path | None = None
             while True:
                 manifest = self.files.newest_manifest()
                 if self.files.local and manifest is None:
@@ -135,6 +142,13 @@ class LanceTable:
                         raise
                     if manifest is not None and manifest != self.files.newest_manifest():
                         continue  # a newer one came, or this one was set aside by another process
+                    if failed != manifest:
+                        failed, self._session = manifest, None
+                        continue  # the error may have been a passing one
+                    older = self._before(manifest, e)
+                    if not repairing:
+                        self._say_passed_over(manifest, e)
+                        return older
                     self._set_aside(manifest, e)
 
     def _refreshed(self, manifest: Path | None) -> Any:
@@ -169,29 +183,49 @@ class LanceTable:
             session=self._session,
         )
 
-    def _set_aside(self, manifest: Path | None, cause: Exception) -> None:
-        """Rename a newest manifest that is there and whose content does not open, if an older version opens, or
-        none was ever committed. Raises TableUnreadable otherwise."""
+    def _before(self, manifest: Path | None, cause: Exception) -> Any:
+        """The data set without its newest manifest, if the content of that makes no sense: the version before it, or
+        None if there is none. Raises TableUnreadable otherwise."""
         if manifest is None:
             raise TableUnreadable(f"the table {self.uri} does not open: {_first_line(cause)}") from cause
         version = version_of(manifest)
+        if makes_sense(manifest, version):
+            raise TableUnreadable(
+                f"the table {self.uri} does not open at version {version}, whose manifest {manifest} is whole: "
+                f"{_first_line(cause)}; it is tried again when it is next asked for"
+            ) from cause
         try:
-            size = len(manifest.read_bytes())
-            older = self.files.manifests()[1:]
-            if older and self._open(version=version_of(older[0])).version != version_of(older[0]):
-                raise OSError(f"version {version_of(older[0])} does not open as itself")
+            older = next((m for m in self.files.manifests() if version_of(m) < version), None)
+            if older is None:
+                return None
+            dataset = self._open(version=version_of(older))
+            if dataset.version != version_of(older):
+                raise OSError(f"version {version_of(older)} does not open as itself")
+            return dataset
         except (OSError, ValueError) as e:
             raise TableUnreadable(
                 f"the table {self.uri} does not open at version {version} ({_first_line(cause)}), nor is the version "
                 f"before it usable ({_first_line(e)}); restore {manifest} from a backup, or rebuild the table"
             ) from e
+
+    def _say_passed_over(self, manifest: Path | None, cause: Exception) -> None:
+        if manifest != self._passed_over:
+            self._passed_over = manifest
+            log.warning(
+                "%s makes no sense (%s) and is passed over, as a power cut leaves one; the next commit sets it aside",
+                manifest, _first_line(cause),
+            )  # fmt: skip
+
+    def _set_aside(self, manifest: Path | None, cause: Exception) -> None:
+        """Rename a newest manifest whose content makes no sense: see `_before`."""
+        assert manifest is not None
         self.files.set_aside(manifest)
         self._keys.clear()
         self._session = None
         log.warning(
-            "the newest manifest of %s (version %d, %d bytes) does not open and is set aside as %s%s: %s; "
+            "the newest manifest of %s (version %d) makes no sense and is set aside as %s%s: %s; "
             "a power cut left it, and nothing acknowledged is in it alone",
-            self.uri, version, size, manifest.name, SET_ASIDE, _first_line(cause),
+            self.uri, version_of(manifest), manifest.name, SET_ASIDE, _first_line(cause),
         )  # fmt: skip
 
     # -- committing ---------------------------------------------------------------------------------------------
@@ -201,7 +235,7 @@ class LanceTable:
         from lance.fragment import write_fragments
 
         with self._lock:
-            newest = self._newest()
+            newest = self._newest(repairing=True)
             if target != (next_version := 1 if newest is None else newest.version + 1):
                 raise self._taken(target, key, f"the next one is {next_version}")
             fragments = write_fragments(
@@ -216,7 +250,7 @@ class LanceTable:
             if newest is None:
                 operation: Any = LanceOperation.Overwrite(self.schema, fragments)
             else:
-                operation = LanceOperation.Merge([*_fragments(newest), *_numbered(newest, fragments)], newest.schema)
+                operation = LanceOperation.Merge([*fragments_of(newest), *numbered(newest, fragments)], newest.schema)
             try:
                 self._publish(newest, operation, key)
             except (OSError, ValueError, RuntimeError) as e:
@@ -225,10 +259,12 @@ class LanceTable:
                     raise  # not made, and the target is free: the same call may be made again
                 holder = self._key_at(target)
                 if holder == key:
-                    return target  # made, and only the reply was lost
+                    self.files.sync_manifests(target)  # made, and its reply was lost, or its sync failed
+                    return target
                 if holder is not CLEANED_UP:
                     self.files.delete_data(fragments)
                 raise self._taken(target, key, f"the next one is {there + 1}") from e
+            self._settle()
             return target
 
     def _publish(self, base: Any, operation: Any, key: str) -> None:
@@ -245,7 +281,7 @@ class LanceTable:
             max_retries=0,
             commit_message=key,
         )
-        self.files.sync_manifests()
+        self.files.sync_manifests(version + 1)
         # A handle to a new table does not share the bounded caches: open it anew.
         self._dataset = None if base is None else made
         if made.version != version + 1:
@@ -279,6 +315,7 @@ class LanceTable:
         for version in range(int(newest.version), max(0, int(newest.version) - within), -1):
             holder = self._key_at(version)
             if holder == key:
+                self.files.sync_manifests(version)  # whoever made it may have died before this
                 return version
             if holder is CLEANED_UP:
                 return None  # and so are all older ones
@@ -297,20 +334,15 @@ class LanceTable:
 
     def _compact(self, keep: int) -> int:
         with self._lock:
-            newest = self._newest()
+            newest = self._newest(repairing=True)
             if newest is None:
                 return 0
             if groups := self._rewritten(newest):
-                before = int(newest.version)
-                try:
-                    self._rewrite(newest, groups)
-                except (OSError, ValueError, RuntimeError) as e:
-                    if self._version() == before:
-                        raise
-                    log.info("compaction of %s gave way to another commit: %s", self.uri, _first_line(e))
-                    self.files.delete_data([f for _, new in groups for f in new])
+                self._replace(newest, groups)
             newest = self._newest()
             assert newest is not None
+            # Nothing older may go before this one is durable, whoever made it.
+            self.files.sync_manifests(int(newest.version))
             newest.cleanup_old_versions(retain_versions=keep)
             for version in [v for v in self._keys if v <= newest.version - keep]:
                 del self._keys[version]
@@ -321,28 +353,53 @@ class LanceTable:
         from lance.optimize import Compaction, CompactionOptions
 
         options = CompactionOptions(target_rows_per_fragment=ROWS_PER_FRAGMENT, num_threads=1)
-        results = [task.execute(base) for task in Compaction.plan(base, options).tasks]
-        for result in results:
-            self.files.sync_data(result.new_fragments)
-        # Lance's type stubs have another name for `original_fragments`.
-        return [(list(r.original_fragments), list(r.new_fragments)) for r in results]  # type: ignore[attr-defined]
+        results: list[Any] = []
+        try:
+            for task in Compaction.plan(base, options).tasks:
+                results.append(task.execute(base))
+            for result in results:
+                self.files.sync_data(result.new_fragments)
+        except (OSError, ValueError, RuntimeError):
+            self.files.delete_data([f for r in results for f in r.new_fragments])
+            raise
+        return [(list(r.original_fragments), list(r.new_fragments)) for r in results]
 
-    def _rewrite(self, base: Any, groups: list[tuple[list[Any], list[Any]]]) -> None:
+    def _replace(self, base: Any, groups: list[tuple[list[Any], list[Any]]]) -> None:
+        """Publish a compaction, unless another commit came. What it wrote is deleted only when it is certain that no
+        version refers to it: an error of the call does not say so."""
+        target, key = int(base.version) + 1, f"{COMPACTION}/{secrets.token_hex(8)}"
+        written = [f for _, new in groups for f in new]
+        try:
+            self._rewrite(base, groups, key)
+        except (OSError, ValueError, RuntimeError) as e:
+            if self._version() < target:
+                # A network file system may make it after it has said no; the next commit settles that.
+                self._doubtful.append((target, key, written))
+                raise
+            holder = self._key_at(target)
+            if holder == key:
+                log.warning("compaction of %s was made as version %d, despite: %s", self.uri, target, _first_line(e))
+                return
+            log.info("compaction of %s gave way to another commit: %s", self.uri, _first_line(e))
+            if holder is not CLEANED_UP:
+                self.files.delete_data(written)
+
+    def _settle(self) -> None:
+        """Delete what compactions wrote that failed, and whose version has become something else."""
+        there = self._version() if self._doubtful else 0
+        settled = [d for d in self._doubtful if d[0] <= there]
+        for doubtful in settled:
+            target, key, written = doubtful
+            if self._key_at(target) not in (key, CLEANED_UP):
+                self.files.delete_data(written)
+            self._doubtful.remove(doubtful)
+
+    def _rewrite(self, base: Any, groups: list[tuple[list[Any], list[Any]]], key: str) -> None:
         from lance import LanceOperation
 
-        numbered = iter(_numbered(base, [f for _, new in groups for f in new]))
-        rewritten = [LanceOperation.RewriteGroup(old, [next(numbered) for _ in new]) for old, new in groups]
-        self._publish(base, LanceOperation.Rewrite(rewritten, []), COMPACTION)
-
-
-def _fragments(dataset: Any) -> list[Any]:
-    return [f.metadata for f in dataset.get_fragments()]
-
-
-def _numbered(base: Any, fragments: Sequence[Any]) -> list[Any]:
-    """New fragments under the ids that follow those of `base`. They never repeat: a compaction's are higher yet."""
-    first = 1 + max((f.id for f in _fragments(base)), default=-1)
-    return [replace(f, id=first + i) for i, f in enumerate(fragments)]
+        ids = iter(numbered(base, [f for _, new in groups for f in new]))
+        rewritten = [LanceOperation.RewriteGroup(old, [next(ids) for _ in new]) for old, new in groups]
+        self._publish(base, LanceOperation.Rewrite(rewritten, []), key)
 
 
 def _first_line(e: Exception) -> str:

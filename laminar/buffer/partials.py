@@ -159,9 +159,9 @@ class PartialLog:
         superseded segments; they are kept until `discard_superseded`. If it raises, the old segments still count."""
         old, self._current = self._current, []
         writer, self._writer = self._writer, None
-        if writer is not None:
-            await writer.close()
         try:
+            if writer is not None:
+                await writer.close()
             await self.append(live_rows)
         except BaseException:
             self._current = old + self._current

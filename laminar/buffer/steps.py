@@ -42,9 +42,6 @@ class DecidedBatch:
     decision: BatchDecision
     rows: pa.Table
 
-    def of_use(self, use: str) -> list[dict[str, Any]]:
-        return [r for r in self.rows.to_pylist() if r["use"] == use]
-
 
 class StepLog:
     """The trainer's write-ahead log. `ledger.actor` is the trainer's leadership; every write is under it."""

@@ -34,7 +34,8 @@ class Table(Protocol):
         ...
 
     async def find(self, key: str, *, within: int = 100) -> int | None:
-        """The version at which a commit with this key was made, among the newest `within` versions that are kept."""
+        """The version at which a commit with this key was made, among the newest `within` versions that are kept. It
+        is durable on return, even if whoever committed it died before it was."""
         ...
 
     async def count(self) -> int: ...

@@ -138,7 +138,8 @@ class StoragePort:
 
 
 class TablePort:
-    """One process's view of a committed table. Opening it sets an unreadable newest version aside, as Lance's does."""
+    """One process's view of a committed table. Opening it sets an unreadable newest version aside: Lance's is passed
+    over until the next commit does so, which its users cannot tell from this."""
 
     def __init__(
         self, process: SimProcess, table: MemoryTable, faults: StorageFaults, unanswered: dict[MemoryTable, int]
@@ -166,7 +167,13 @@ class TablePort:
         return await self._call("write", commit)
 
     async def find(self, key: str, *, within: int = 100) -> int | None:
-        return await self._call("read", lambda: self.table.find(key, within=within))
+        async def find() -> int | None:
+            found = await self.table.find(key, within=within)
+            if found is not None and found >= self.unanswered.get(self.table, found):
+                self.unanswered.pop(self.table, None)  # what is found is durable
+            return found
+
+        return await self._call("read", find)
 
     async def count(self) -> int:
         return await self._call("read", self.table.count)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from laminar.buffer import claims
+from laminar.buffer import claims, commits
 from laminar.buffer.claims import Held
 from laminar.buffer.commits import COMPACT_EVERY, KEEP_VERSIONS, MAX_SEGMENTS, Resolution, TableCommitter, resolve
 from laminar.buffer.coordination import KeyValue, Put, Transaction
@@ -223,6 +223,35 @@ async def paused_at(world: World, at: int | str, compacts: bool) -> None:
     wake.set()
     with suppress(Fenced):
         await working
+
+
+async def test_a_late_commit_may_land_at_any_instant_of_its_successors_round(start: Start) -> None:
+    """A call to the table goes on in its thread, or on the wire, when its committer has lost its leadership."""
+    gate, at = Gate(), 0
+    while at == 0 or at < len(gate.passed):
+        world = await World.make(start)
+        wake, asleep = asyncio.Event(), asyncio.Event()
+
+        async def pause(wake: asyncio.Event = wake, asleep: asyncio.Event = asleep) -> None:
+            asleep.set()
+            await wake.wait()
+
+        actor, late = await world.committer(Gate("before commit", pause))
+        working = asyncio.create_task(late.run_once())
+        await asleep.wait()
+        actor.kill()
+
+        async def land(wake: asyncio.Event = wake, working: asyncio.Task[int] = working) -> None:
+            wake.set()
+            with suppress(Fenced):
+                await working
+
+        gate = Gate(at, land)
+        _, successor = await world.committer(gate)
+        await world.commit_all(successor)
+        await world.assert_committed_once(2)
+        at += 1
+    assert {"before find", "before version", "before commit", "before delete"} <= set(gate.passed)
 
 
 async def test_a_replaced_committer_announces_nothing(start: Start) -> None:
@@ -449,3 +478,27 @@ async def test_a_table_is_compacted_every_so_many_commits_of_whichever_committer
     assert compactions == 2
     assert (await world.head()).lance_version == await world.table.version() == 14
     await world.assert_committed_once(12)
+
+
+async def test_a_compaction_that_fails_holds_no_commit_up_and_is_tried_again_some_commits_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await World.make(start, 0)
+    tries: list[int] = []
+    monkeypatch.setattr(commits, "COMPACT_AGAIN_AFTER", 3)
+    _, committer = await world.committer()
+    committer.compact_every = 2
+    compact = world.table.compact
+
+    async def damaged(*, keep: int) -> int:
+        tries.append(await world.table.version())
+        if len(tries) < 3:
+            raise StoreError("an old fragment does not open")
+        return await compact(keep=keep)
+
+    monkeypatch.setattr(world.table, "compact", damaged)
+    for _ in range(10):
+        await world.finish_a_group()
+        assert await committer.run_once() == 2
+    assert tries == [2, 5, 8] and committer.compactions == 1
+    await world.assert_committed_once(10)

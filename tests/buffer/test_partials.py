@@ -194,6 +194,26 @@ async def test_a_full_disk_loses_nothing_and_the_same_flush_is_tried_again(stora
     assert assemble((await read_partials(storage, "w")).rows[7, 1, 2]).token_ids == [1, 2]
 
 
+async def test_segments_whose_end_could_not_be_written_are_superseded_by_the_next_rotation(
+    storage: MemoryStorage,
+) -> None:
+    log = PartialLog(storage, "w", sync=True)
+    await log.append([PROMPT])
+
+    def full(verb: str, path: str) -> None:
+        if verb in ("append", "write"):
+            storage.fault = None
+            raise StoreError("no space")
+
+    storage.fault = full
+    with pytest.raises(StoreError, match="no space"):
+        await log.rotate([PROMPT])
+    await log.rotate([PROMPT])
+    await log.discard_superseded()
+    assert {f.path.rpartition("/")[2][:6] for f in await storage.list("partials/w")} == {log._current[0][-13:-7]}
+    assert assemble((await read_partials(storage, "w")).rows[7, 1, 2]).prompt_ids == [100, 101]
+
+
 async def test_a_log_that_rotates_while_it_is_read_is_read_again(storage: MemoryStorage) -> None:
     log = PartialLog(storage, "w", sync=True)
     await log.append([PROMPT, row("policy", 0, [1])])

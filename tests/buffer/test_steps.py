@@ -92,7 +92,6 @@ async def test_a_step_is_decided_once_whatever_becomes_of_the_reply(world: World
     actor.faults.script("transact", fault)
     decided = await log.decide(0, batch({0: "train", 1: "no_signal"}), [0], {1: "no_signal"})
     assert decided.rows.equals(batch({0: "train", 1: "no_signal"}))
-    assert [(r["group"], r["sample"]) for r in decided.of_use("train")] == [(0, 0), (0, 1)]
     await asyncio.sleep(10)
     head, _ = await log.head()
     assert (head.decided, head.consumed_groups, head.step) == (1, 2, 0)

@@ -16,8 +16,10 @@ from laminar.buffer.coordination import (
     MAX_REQUEST_BYTES,
     MAX_TXN_OPERATIONS,
     Change,
+    Compare,
     Coordination,
     Delete,
+    Field,
     Get,
     Listing,
     Put,
@@ -27,7 +29,6 @@ from laminar.buffer.coordination import (
     all_reads,
     created_at,
     unchanged,
-    value_is,
 )
 from laminar.errors import CoordinationError, CoordinationUnavailable, LeaseLost
 
@@ -165,8 +166,9 @@ class TestTransactions:
         created = await backend.client.put(key, "1")
         await backend.client.put(key, "2")
         kv = await backend.client.get(key)
-        holds = [created_at(key, created), unchanged(kv), value_is(key, "2")]
-        fails = [absent(key), created_at(key, created + 1), value_is(key, "1"), value_is(backend.root + "none", "")]
+        values = [Compare(key, Field.VALUE, "1"), Compare(backend.root + "none", Field.VALUE, "")]
+        holds = [created_at(key, created), unchanged(kv), Compare(key, Field.VALUE, "2")]
+        fails = [absent(key), created_at(key, created + 1), *values]
         for compare in holds:
             assert (await backend.client.transact(Transaction((compare,), ()))).succeeded, compare
         for compare in fails:

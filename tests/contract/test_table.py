@@ -218,13 +218,73 @@ async def test_a_commit_whose_reply_was_lost_is_recognised(
     table = lance_handle()
     await fill(table, 1)
 
-    def cut(self: TableFiles) -> None:
+    made = table._publish
+
+    def cut(*operation: Any) -> None:
+        made(*operation)
         raise OSError("the answer never came")
 
     with monkeypatch.context() as patch:
-        patch.setattr(TableFiles, "sync_manifests", cut)
+        patch.setattr(table, "_publish", cut)
         assert await table.commit(rows(4), target=2, key="k") == 2
     assert await table.count() == 8
+
+
+async def test_a_commit_is_not_acknowledged_nor_found_before_it_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut would take its rows, when whoever asked has deleted the segments that they came from."""
+    table, successor = lance_table(tmp_path), lance_table(tmp_path)
+    await fill(table, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(TableFiles, "sync_manifests", failing(OSError(5, "Input/output error")))
+        with pytest.raises(StoreError, match="Input/output error"):
+            await table.commit(rows(4), target=2, key="k")
+        with pytest.raises(StoreError, match="Input/output error"):
+            await successor.find("k")
+    synced: list[int] = []
+    monkeypatch.setattr(TableFiles, "sync_manifests", lambda self, since: synced.append(since))
+    assert await successor.find("k") == 2 and synced == [2]
+
+
+def failing(error: Exception, times: int = 1000) -> Callable[..., Any]:
+    """Raises the error so many times, and then answers None."""
+    left = [error] * times
+
+    def call(*arguments: Any, **options: Any) -> None:
+        if left:
+            raise left.pop()
+
+    return call
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+async def test_a_compaction_that_was_made_keeps_its_data_whatever_fails_after_it(tmp_path: Path, times: int) -> None:
+    table = lance_table(tmp_path)
+    await fill(table, 3)
+    table.files.sync_manifests = failing(OSError(5, "Input/output error"), times)  # type: ignore[method-assign]
+    if times == 1:
+        assert await table.compact(keep=1) == 4
+    else:
+        with pytest.raises(StoreError, match="Input/output error"):
+            await table.compact(keep=1)
+        assert len(table.files.manifests()) == 4, "no old version goes before the new one is durable"
+    assert (await lance_table(tmp_path).read())["commit_seq"].to_pylist() == list(range(12))
+
+
+@pytest.mark.parametrize("instant", ["sync_data", "_publish"])
+async def test_a_compaction_that_failed_leaves_no_files_behind(tmp_path: Path, instant: str) -> None:
+    table = lance_table(tmp_path)
+    await fill(table, 3)
+    where: Any = table.files if instant == "sync_data" else table
+    real = getattr(where, instant)
+    setattr(where, instant, failing(OSError(28, "No space left on device")))
+    with pytest.raises(StoreError, match="no space"):
+        await table.compact(keep=10)
+    setattr(where, instant, real)
+    assert await table.commit(rows(12), target=4, key="after") == 4
+    assert len(os.listdir(tmp_path / "steps.lance/data")) == 4
+    assert (await table.read())["commit_seq"].to_pylist() == list(range(16))
 
 
 async def test_rivals_in_handles_of_their_own_never_both_win(lance_handle: Handles) -> None:
@@ -312,6 +372,40 @@ async def test_a_running_reader_follows_when_a_manifest_is_set_aside(tmp_path: P
     restarted = lance_table(tmp_path)
     assert await restarted.version() == 2
     assert await restarted.commit(rows(50, 1), target=3, key="anew") == 3
+    assert await reader.version() == 3 and await reader.count() == 9
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+@pytest.mark.parametrize("call", ["version", "commit"])
+async def test_an_error_that_passes_sets_no_manifest_aside(tmp_path: Path, times: int, call: str) -> None:
+    """As a network file system gives at opening (a stale handle): the newest version is whole, and was acknowledged."""
+    await fill(lance_table(tmp_path), 3)
+    table = lance_table(tmp_path)
+    real, failed = table._open, failing(OSError(116, "Stale file handle"), times)
+
+    def sometimes(version: int | None = None) -> Any:
+        failed()
+        return real(version)
+
+    table._open = sometimes  # type: ignore[method-assign]
+    asked = table.version() if call == "version" else table.commit(rows(12), target=4, key="next")
+    if times == 1:
+        assert await asked == (3 if call == "version" else 4)
+    else:
+        with pytest.raises(TableUnreadable, match=r"version 3, whose manifest .* is whole: .*Stale file handle"):
+            await asked
+    assert await lance_table(tmp_path).count() == (16 if call == "commit" and times == 1 else 12)
+
+
+async def test_readers_pass_an_unreadable_newest_manifest_over_and_rename_nothing(tmp_path: Path) -> None:
+    await fill(lance_table(tmp_path), 3)
+    newest = min((tmp_path / "steps.lance/_versions").glob("*.manifest"))
+    newest.write_bytes(b"")
+    reader = lance_table(tmp_path)
+    assert await reader.version() == 2 and await reader.find("key-1") == 2
+    assert (await reader.read())["commit_seq"].to_pylist() == list(range(8))
+    assert newest.exists()
+    assert await lance_table(tmp_path).commit(rows(50, 1), target=3, key="anew") == 3
     assert await reader.version() == 3 and await reader.count() == 9
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NoReturn
 
 import pyarrow as pa
 
@@ -30,6 +31,7 @@ from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.patience import patient, patiently
+from laminar.workers.training.gradients import Gradients
 from laminar.workers.training.intake import FreshTrajectories, Intake
 from laminar.workers.training.progress import Progress
 from laminar.workers.training.publishing import Publisher, Staged
@@ -67,6 +69,7 @@ class Trainer:
         self.steps = StepLog(run.coordination, run.keys, self.ledger, patient(run.storage, run.clock))
         self.intake = Intake(run.config, experience, run.clock)
         self.open = self.intake.open
+        self.gradients = Gradients()
         self.progress = Progress()
         self.bell = Bell()
         self.relays = Mirror(run.coordination, run.keys.workers("relay"), bell=self.bell)
@@ -92,7 +95,8 @@ class Trainer:
                 if selection is None:
                     break
                 batch = await self._decide(selection)
-                await self._train(batch)
+                self.gradients.trained(await self._train(batch))
+                await self._end_if(self.gradients.failure())
                 head, _ = await self.steps.head()
             await self._settle()
 
@@ -186,8 +190,12 @@ class Trainer:
 
     async def _end_if(self, reason: str) -> None:
         if reason:
-            await self.steps.change_head(state="failed", reason=reason)
-            raise LaminarError(reason)
+            await self._fail(reason)
+
+    async def _fail(self, reason: str) -> NoReturn:
+        await self._settle()  # a step that is recorded counts as it is when the run is tried again
+        await self.steps.change_head(state="failed", reason=reason)
+        raise LaminarError(reason)
 
     async def _keep_offering(self) -> None:
         """A relay that was restarted holds nothing: give it the newest weights again while there is time."""
@@ -213,12 +221,17 @@ class Trainer:
         self.open.consume(uses)
         return batch
 
-    async def _train(self, batch: DecidedBatch) -> None:
-        """One optimizer step; its rows are recorded and its version announced while the next batch is sampled."""
+    async def _train(self, batch: DecidedBatch) -> dict[str, float | None]:
+        """One optimizer step, whose metrics these are; its rows are recorded and its version announced while the next
+        batch is sampled."""
         step = batch.decision.step
         self.progress.activity = f"training step {step}"
         before = self.clock.monotonic()
-        trained = await self._learn(batch)
+        try:
+            trained = await self._learn(batch)
+        except LaminarError as e:
+            # It is decided: a restart would meet the same batch, under the same settings, again and again.
+            await self._fail(f"step {step} cannot be trained: {e}")
         train_s = self.clock.monotonic() - before
         await self._settle()
         if not self.leadership.held:
@@ -231,6 +244,7 @@ class Trainer:
                 await self._checkpoint()
             except StoreError as e:
                 log.error("%s; training goes on, a restart would begin at the checkpoint before", e)
+        return trained.result.metrics
 
     async def _learn(self, batch: DecidedBatch) -> TrainedStep:
         """Every few steps the engine's logprobs are compared on what rollouts finish meanwhile; a step in which

@@ -33,7 +33,7 @@ class SmallLearner:
 
     def save(self, folder: Path) -> None:
         self.interrupt("before save")
-        state = LearnerState(self.version, self.version, 0, "layout", "float32")
+        state = LearnerState(self.version, self.version, "layout", "float32")
         checkpoint.write(folder, state, {"w": torch.full((3,), float(self.version))}, {})
         self.interrupt("after save")
 

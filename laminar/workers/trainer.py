@@ -309,7 +309,8 @@ class Trainer:
         version = self.learner.version
         self.progress.activity = f"writing the checkpoint of version {version}"
         before = self.clock.monotonic()
-        await save_checkpoint(self.run_info.storage, self.learner, self.digests.get(version, ""), self.member.id)
+        digest, fence = self.digests.get(version, ""), self.ledger.check_fence
+        await save_checkpoint(self.run_info.storage, self.learner, digest, self.member.id, fence=fence)
         head, _ = await self.steps.head()
         if version > head.checkpoint:
             await self.steps.change_head(checkpoint=version)

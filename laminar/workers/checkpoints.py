@@ -23,6 +23,7 @@ from laminar.buffer.space import says_full
 from laminar.buffer.storage import FsspecStorage, Storage, StorageFull
 from laminar.errors import StoreError, WeightsError
 from laminar.workers.learning.base import Learner
+from laminar.workers.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +79,9 @@ async def save_checkpoint(
 async def _save_objects(
     storage: Storage, learner: Learner, info: CheckpointInfo, target: str, fence: Callable[[], Awaitable[None]]
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
-        await asyncio.to_thread(_fill, Path(temporary), learner)
-        for path in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
+    async with scratch_folder(Path(tempfile.gettempdir()), "laminar-checkpoint-") as temporary:
+        await asyncio.to_thread(_fill, temporary, learner)
+        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
             await fence()
             await _upload(storage, f"{target}/{path.relative_to(temporary).as_posix()}", path)
         await fence()
@@ -226,10 +227,10 @@ async def _local_copy(storage: Storage, path: str) -> AsyncIterator[Path]:
     if storage.local:
         yield Path(storage.absolute(path))
         return
-    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
+    async with scratch_folder(Path(tempfile.gettempdir()), "laminar-checkpoint-") as temporary:
         for file in await storage.list(path):
-            await _download(storage, file.path, Path(temporary) / file.path.removeprefix(f"{path}/"))
-        yield Path(temporary)
+            await _download(storage, file.path, temporary / file.path.removeprefix(f"{path}/"))
+        yield temporary
 
 
 async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from laminar.buffer.schema import FORMAT_VERSION
-from laminar.buffer.storage import Storage
+from laminar.buffer.storage import NotFound, Storage
 from laminar.errors import ConfigError, FormatTooNew, StoreError
 
 PATH = "run.json"
@@ -55,7 +55,7 @@ class RunFile(BaseModel):
 async def read_run(storage: Storage) -> RunFile:
     """Raises FormatTooNew for a store of a newer format, StoreError if there is no run, or an unreadable one."""
     if not await storage.exists(PATH):
-        raise StoreError(f"{storage.url} holds no run: there is no {PATH} in it; `laminar run CONFIG` creates one")
+        raise NotFound(f"{storage.url} holds no run: there is no {PATH} in it; `laminar run CONFIG` creates one")
     data = await storage.read(PATH)
     try:
         version = _format_of(data)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd_access import EtcdAccess
@@ -20,10 +21,14 @@ from laminar.clock import Clock, SystemClock
 from laminar.config import Config, config_from
 from laminar.errors import LeaseLost, StoreError
 from laminar.workers.machine import Machine, this_machine
+from laminar.workers.patience import patiently
 
 log = logging.getLogger(__name__)
 
 RECOVERY_WAIT_S = 60.0
+JOIN_WAIT_S = 60.0
+"""How long a worker that starts waits for the store. Longer than what counts as a quick crash: an outage of the store
+is not the worker's fault."""
 
 
 def boot_id(kind: str, machine: Machine) -> str:
@@ -67,7 +72,8 @@ async def join_run(access: EtcdAccess, name: str, clock: Clock | None = None) ->
     try:
         run = await open_run(coordination, name, clock or SystemClock())
         if not run.storage.local:
-            await run.storage.probe()  # with this host's keys: what it may not do shows now, and not at the first flush
+            # With this host's keys: what it may not do shows now, and not at the first flush.
+            await patiently(run.clock, "trying the store", run.storage.probe, wait_s=JOIN_WAIT_S)
         return run
     except BaseException:
         await coordination.close()
@@ -85,7 +91,7 @@ async def open_run(
         )
     manifest = RunManifest.parse(kv.value)
     storage = storage or open_storage(manifest.store, manifest.storage)
-    file = await read_run(storage)
+    file = await patiently(clock, "reading run.json", partial(read_run, storage), wait_s=JOIN_WAIT_S)
     if file.store_id != manifest.store_id:
         raise StoreError(
             f"the store at {manifest.store} has id {file.store_id}, the run's is {manifest.store_id}: this worker does "

@@ -30,7 +30,7 @@ from laminar.workers.context import Member, Run
 from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.patience import patient, patiently
+from laminar.workers.patience import patient, patient_table, patiently
 from laminar.workers.training.gradients import Gradients
 from laminar.workers.training.intake import FreshTrajectories, Intake
 from laminar.workers.training.progress import Progress
@@ -63,11 +63,11 @@ class Trainer:
         # Of this life: replayed steps use those of theirs.
         self.settings = dict(learner.settings)
         self.compared = -COMPARE_EVERY
-        self.experience = experience
+        self.experience = patient_table(experience, run.clock)
         self.sinks = sinks
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
         self.steps = StepLog(run.coordination, run.keys, self.ledger, patient(run.storage, run.clock))
-        self.intake = Intake(run.config, experience, run.clock)
+        self.intake = Intake(run.config, self.experience, run.clock)
         self.open = self.intake.open
         self.gradients = Gradients()
         self.progress = Progress()
@@ -106,7 +106,9 @@ class Trainer:
         """Load the newest checkpoint, replay the decided batches after it, offer the weights."""
         head, kv = await self.steps.head()
         self.progress.activity = "loading"
-        info = await load_newest(self.run_info.storage, self.learner, head.decided)
+        info = await patiently(
+            self.clock, "loading a checkpoint", lambda: load_newest(self.run_info.storage, self.learner, head.decided)
+        )
         if info is not None:
             log.info("loaded the checkpoint of version %d", info.version)
         if kv is None:
@@ -329,7 +331,7 @@ class Trainer:
     async def _finish(self, reason: str) -> None:
         """The last checkpoint, the last evaluations, the rest retired; then the run is done."""
         await self._settle()
-        await patiently(self.clock, "the last checkpoint", self._checkpoint, on=StoreError)
+        await patiently(self.clock, "the last checkpoint", self._checkpoint)
         await self._await_evaluations()
         await self.steps.end_drawing()
         rest = await self._rest()

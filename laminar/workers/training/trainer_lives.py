@@ -13,6 +13,7 @@ from laminar.buffer.table import Table
 from laminar.errors import Fenced
 from laminar.workers.context import Member, Run
 from laminar.workers.metrics import MetricSinks
+from laminar.workers.patience import StoreAway
 from laminar.workers.tasks import until_first
 from laminar.workers.trainer import Trainer
 
@@ -37,13 +38,16 @@ async def trainer_main(run: Run, member: Member, make_learner: Any, experience: 
 
 
 async def run_or_fail(trainer: Trainer) -> None:
-    """A disk that stayed full ends the run: started again and again, trainers would each wait as long."""
+    """A store that stayed full, or away, ends the run: started again and again, trainers would each wait as long."""
     try:
         await trainer.run()
     except StorageFull as e:
         storage = trainer.run_info.storage
         reason = disk_full(storage.absolute("")) if storage.local else f"{e}; free space and run the same command again"
         await trainer.steps.change_head(state="failed", reason=reason)
+        raise
+    except StoreAway as e:
+        await trainer.steps.change_head(state="failed", reason=f"{e}; run the same command again once it serves")
         raise
 
 

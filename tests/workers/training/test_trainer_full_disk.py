@@ -4,12 +4,16 @@ run, once, with a message that says what to do."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from laminar.buffer.storage import LocalStorage, StorageFull
+from laminar.buffer.table import MemoryTable
+from laminar.errors import StoreError
 from laminar.workers import patience
+from laminar.workers.patience import StoreAway
 from laminar.workers.training.trainer_lives import run_or_fail
 
 MakeWorld = Callable[..., Awaitable[Any]]
@@ -57,3 +61,52 @@ async def test_at_the_end_of_its_patience_the_run_has_failed_with_what_to_do(
     assert head.state == "failed"
     assert head.reason.startswith(f"disk is full at {world.root / 'store'}: ")
     assert head.reason.endswith(" bytes free; free space and run the same command again")
+
+
+async def test_a_store_that_does_not_serve_for_a_while_ends_no_trainer(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kind of read, of files and of the table; the committer and the rollouts wait through the same outage."""
+    monkeypatch.setattr(patience, "LOOK_AGAIN_S", 0.01)
+    undisturbed = await make_world()
+    await (await undisturbed.life()).trainer.run()
+    world = await make_world()
+    life = await world.life()
+    reads: list[tuple[type, str]] = [
+        (LocalStorage, "read"), (LocalStorage, "list"), (MemoryTable, "read"), (MemoryTable, "scan_since")
+    ]  # fmt: skip
+    left = dict.fromkeys(reads, 3)
+
+    def failing(owner: type, name: str) -> Callable[..., Awaitable[Any]]:
+        real = getattr(owner, name)
+
+        async def call(*args: Any, **options: Any) -> Any:
+            if left[owner, name]:
+                left[owner, name] -= 1
+                raise StoreError(f"cannot {name}: 503")
+            return await real(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as away:
+        for owner, name in left:
+            away.setattr(owner, name, failing(owner, name))
+        await run_or_fail(life.trainer)
+    assert set(left.values()) == {0} and world.head().state == "done"
+    assert await world.digests() == await undisturbed.digests()
+
+
+async def test_a_store_that_stays_away_ends_the_run_once(make_world: MakeWorld) -> None:
+    """Else trainer after trainer would wait for it, in a run that looks alive."""
+    world = await make_world()
+    life = await world.life()
+
+    async def away(*args: Any) -> Any:
+        raise StoreError("cannot read the table: 503")
+
+    life.trainer.intake.experience._wait_s = 0.05
+    life.trainer.intake.experience._inner = SimpleNamespace(scan_since=away)
+    with pytest.raises(StoreAway):
+        await run_or_fail(life.trainer)
+    assert world.head().state == "failed"
+    assert world.head().reason.endswith(": cannot read the table: 503; run the same command again once it serves")

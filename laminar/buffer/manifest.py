@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 from typing import Any
 
@@ -50,6 +52,10 @@ class RunFile(BaseModel):
     held_out: int
     fingerprints: Fingerprints
     changes: list[Change] = []
+
+    @property
+    def config_digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
 
 
 async def read_run(storage: Storage) -> RunFile:

@@ -22,7 +22,11 @@ log = logging.getLogger(__name__)
 
 async def trainer_main(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
     """Load the model, campaign for the leadership, then train until the run is done: who stands by is ready to train
-    when it is elected."""
+    when it is elected. Raises ConfigChanged when a resume changes the config, before or after the election."""
+    await until_first(_lead(run, member, make_learner, experience, sinks), member.until_changed())
+
+
+async def _lead(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
     learner = await asyncio.to_thread(make_learner)
     election = Election(run.coordination, member.session, run.keys.leader("trainer"), member.id)
     leadership = await election.campaign()

@@ -19,6 +19,10 @@ class StoreError(LaminarError):
     """The store cannot be read or written as the protocol needs."""
 
 
+class ConfigChanged(LaminarError):
+    """A resume has changed the run's config since this worker read it."""
+
+
 class CorruptSegment(StoreError):
     """A segment fails its checks at a place other than its torn last batch."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from laminar.buffer.schema import FORMAT_VERSION
-from laminar.buffer.storage import Storage
+from laminar.buffer.storage import NotFound, Storage
 from laminar.errors import ConfigError, FormatTooNew, StoreError
 
 PATH = "run.json"
@@ -51,11 +53,15 @@ class RunFile(BaseModel):
     fingerprints: Fingerprints
     changes: list[Change] = []
 
+    @property
+    def config_digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.config, sort_keys=True).encode()).hexdigest()
+
 
 async def read_run(storage: Storage) -> RunFile:
     """Raises FormatTooNew for a store of a newer format, StoreError if there is no run, or an unreadable one."""
     if not await storage.exists(PATH):
-        raise StoreError(f"{storage.url} holds no run: there is no {PATH} in it; `laminar run CONFIG` creates one")
+        raise NotFound(f"{storage.url} holds no run: there is no {PATH} in it; `laminar run CONFIG` creates one")
     data = await storage.read(PATH)
     try:
         version = _format_of(data)

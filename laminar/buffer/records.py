@@ -290,3 +290,5 @@ class RunManifest(Record):
     store_id: str
     generation: int
     format_version: int
+    config: str = ""
+    """Digest of the config in `run.json`: workers that read another one begin anew. Empty in manifests of before."""

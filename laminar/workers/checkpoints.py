@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from laminar.buffer.space import says_full
 from laminar.buffer.storage import FsspecStorage, Storage, StorageFull
 from laminar.errors import StoreError, WeightsError
 from laminar.workers.learning.base import Learner
+from laminar.workers.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +44,17 @@ def checkpoint_path(version: int) -> str:
     return f"{FOLDER}/step-{version:09d}"
 
 
-async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot: str) -> str:
+async def _nobody_else() -> None:
+    """The fence of a learner that no other process could stand in for."""
+
+
+async def save_checkpoint(
+    storage: Storage, learner: Learner, digest: str, boot: str, *, fence: Callable[[], Awaitable[None]] = _nobody_else
+) -> str:
     """Write the learner's state and export of its version; the path under the store root. One that is there already
     is kept, if it opens. Raises StoreError if it cannot be written (no space, say): no checkpoint of this version
-    exists then, and it may be tried again."""
+    exists then, and it may be tried again. `fence` raises once another trainer leads: its checkpoints, which this one
+    does not know of, are neither removed nor replaced then."""
     target = checkpoint_path(learner.version)
     info = CheckpointInfo(version=learner.version, digest=digest)
     existing = await read_info(storage, target)
@@ -56,7 +64,10 @@ async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot:
             return target
         log.error("checkpoint %s does not open (%s); it is written again", target, damage)
     try:
-        await _write(storage, learner, info, target, boot)
+        if storage.local:
+            await _save_local(storage, learner, info, target, boot, fence, replaces=existing is not None)
+        else:
+            await _save_objects(storage, learner, info, target, fence)
     except (OSError, SafetensorError) as e:
         kind = StorageFull if says_full(e) else StoreError
         raise kind(
@@ -65,15 +76,15 @@ async def save_checkpoint(storage: Storage, learner: Learner, digest: str, boot:
     return target
 
 
-async def _write(storage: Storage, learner: Learner, info: CheckpointInfo, target: str, boot: str) -> None:
-    if storage.local:
-        folder, place = Path(storage.absolute(FOLDER)), Path(storage.absolute(target))
-        await asyncio.to_thread(_save_local, folder, place, learner, info, boot)
-        return
-    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
-        await asyncio.to_thread(_fill, Path(temporary), learner)
-        for path in sorted(p for p in Path(temporary).rglob("*") if p.is_file()):
+async def _save_objects(
+    storage: Storage, learner: Learner, info: CheckpointInfo, target: str, fence: Callable[[], Awaitable[None]]
+) -> None:
+    async with scratch_folder(Path(tempfile.gettempdir()), "laminar-checkpoint-") as temporary:
+        await asyncio.to_thread(_fill, temporary, learner)
+        for path in sorted(p for p in temporary.rglob("*") if p.is_file()):
+            await fence()
             await _upload(storage, f"{target}/{path.relative_to(temporary).as_posix()}", path)
+        await fence()
         await storage.write(f"{target}/{INFO}", info.model_dump_json().encode(), overwrite=True)
 
 
@@ -99,20 +110,38 @@ def _fill(folder: Path, learner: Learner) -> None:
     learner.export(folder / EXPORT)
 
 
-def _save_local(root: Path, target: Path, learner: Learner, info: CheckpointInfo, boot: str) -> None:
-    root.mkdir(parents=True, exist_ok=True)
-    for left_over in root.glob(".writing-*"):
+async def _save_local(
+    storage: Storage, learner: Learner, info: CheckpointInfo, target: str, boot: str,
+    fence: Callable[[], Awaitable[None]], *, replaces: bool,
+) -> None:  # fmt: skip
+    place = Path(storage.absolute(target))
+    temporary = place.with_name(f".writing-{boot}")
+    await fence()
+    await asyncio.to_thread(_write_beside, temporary, learner, info)
+    await fence()
+    await asyncio.to_thread(_put_in_place, temporary, place, replaces)
+
+
+def _write_beside(temporary: Path, learner: Learner, info: CheckpointInfo) -> None:
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in temporary.parent.glob(".writing-*"):
         shutil.rmtree(left_over)
-    if target.exists():
-        shutil.rmtree(target)  # incomplete or damaged, else save_checkpoint had returned
-    temporary = root / f".writing-{boot}"
     temporary.mkdir()
     _fill(temporary, learner)
     (temporary / INFO).write_text(info.model_dump_json(), encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
         _sync(path)
+
+
+def _put_in_place(temporary: Path, target: Path, replaces: bool) -> None:
+    if (target / INFO).exists() and not replaces:
+        log.warning("another trainer has written %s meanwhile: its checkpoint stays", target)
+        shutil.rmtree(temporary)
+        return
+    if target.exists():
+        shutil.rmtree(target)  # incomplete or damaged, else save_checkpoint had returned
     os.rename(temporary, target)
-    _sync(root)
+    _sync(target.parent)
 
 
 def _sync(path: Path) -> None:
@@ -198,10 +227,10 @@ async def _local_copy(storage: Storage, path: str) -> AsyncIterator[Path]:
     if storage.local:
         yield Path(storage.absolute(path))
         return
-    with tempfile.TemporaryDirectory(prefix="laminar-checkpoint-") as temporary:
+    async with scratch_folder(Path(tempfile.gettempdir()), "laminar-checkpoint-") as temporary:
         for file in await storage.list(path):
-            await _download(storage, file.path, Path(temporary) / file.path.removeprefix(f"{path}/"))
-        yield Path(temporary)
+            await _download(storage, file.path, temporary / file.path.removeprefix(f"{path}/"))
+        yield temporary
 
 
 async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> None:

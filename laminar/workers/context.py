@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd_access import EtcdAccess
@@ -18,12 +19,18 @@ from laminar.buffer.session import Membership, Session
 from laminar.buffer.storage import Storage, open_storage
 from laminar.clock import Clock, SystemClock
 from laminar.config import Config, config_from
-from laminar.errors import LeaseLost, StoreError
+from laminar.errors import ConfigChanged, LeaseLost, StoreError
 from laminar.workers.machine import Machine, this_machine
+from laminar.workers.mirror import Mirror
+from laminar.workers.patience import patiently
 
 log = logging.getLogger(__name__)
 
 RECOVERY_WAIT_S = 60.0
+LOOK_AGAIN_S = 3600.0
+JOIN_WAIT_S = 60.0
+"""How long a worker that starts waits for the store. Longer than what counts as a quick crash: an outage of the store
+is not the worker's fault."""
 
 
 def boot_id(kind: str, machine: Machine) -> str:
@@ -43,6 +50,8 @@ class Run:
     config: Config
     clock: Clock
     machine: Machine = field(default_factory=this_machine)
+    config_digest: str = ""
+    """What the manifest said, just before `config` was read."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,19 @@ class Member:
         await self.session.lost.wait()
         raise LeaseLost(f"{self.id} lost its lease: {self.session.reason}; what it held goes to others")
 
+    async def until_changed(self) -> None:
+        """Raise ConfigChanged when a resume has given the run another config than this worker has read."""
+        run = self.run
+        async with Mirror(run.coordination, run.keys.manifest, exact=True) as manifest:
+
+            def changed() -> bool:
+                kv = manifest.only
+                return kv is not None and RunManifest.parse(kv.value).config not in ("", run.config_digest)
+
+            while not await manifest.wait_for(changed, LOOK_AGAIN_S):
+                log.debug("%s works under the run's config as it was", self.id)
+        raise ConfigChanged(f"run {run.keys.run!r} was resumed with another config: {self.id} begins anew under that")
+
 
 async def join_run(access: EtcdAccess, name: str, clock: Clock | None = None) -> Run:
     """Connect to etcd, read the manifest, open the store and check that it is the one that the others see."""
@@ -67,7 +89,8 @@ async def join_run(access: EtcdAccess, name: str, clock: Clock | None = None) ->
     try:
         run = await open_run(coordination, name, clock or SystemClock())
         if not run.storage.local:
-            await run.storage.probe()  # with this host's keys: what it may not do shows now, and not at the first flush
+            # With this host's keys: what it may not do shows now, and not at the first flush.
+            await patiently(run.clock, "trying the store", run.storage.probe, wait_s=JOIN_WAIT_S)
         return run
     except BaseException:
         await coordination.close()
@@ -85,7 +108,7 @@ async def open_run(
         )
     manifest = RunManifest.parse(kv.value)
     storage = storage or open_storage(manifest.store, manifest.storage)
-    file = await read_run(storage)
+    file = await patiently(clock, "reading run.json", partial(read_run, storage), wait_s=JOIN_WAIT_S)
     if file.store_id != manifest.store_id:
         raise StoreError(
             f"the store at {manifest.store} has id {file.store_id}, the run's is {manifest.store_id}: this worker does "
@@ -98,7 +121,7 @@ async def open_run(
         )
     keys = Keys(name, manifest.generation)
     config = config_from(file.config, origin="run.json")
-    return Run(coordination, keys, storage, file, config, clock, machine or this_machine())
+    return Run(coordination, keys, storage, file, config, clock, machine or this_machine(), manifest.config)
 
 
 async def _same_life(run: Run) -> KeyValue:

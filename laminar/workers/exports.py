@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import shutil
-import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from laminar.buffer.storage import FsspecStorage, Storage
 from laminar.errors import StoreError
 from laminar.workers.checkpoints import EXPORT, checkpoint_path, read_info
 from laminar.workers.models import default_cache
+from laminar.workers.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +48,14 @@ async def exported_version(storage: Storage, version: int, cache: Path | None = 
     cache = cache if cache is not None else default_cache().parent / "exports"
     copy = cache / f"{store}-{version:09d}-{info.digest[:16]}"
     if not copy.is_dir():
-        await _fetch(storage, path, copy)
+        await _fetch(storage, path, copy, f".{store}-")
         await asyncio.to_thread(_forget_old, cache, store)
     return Export(str(copy), info.digest)
 
 
-async def _fetch(storage: FsspecStorage, path: str, copy: Path) -> None:
+async def _fetch(storage: FsspecStorage, path: str, copy: Path, kind: str) -> None:
     try:
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{copy.name}-", dir=copy.parent))
-        try:
+        async with scratch_folder(copy.parent, f".{copy.name}-", kind=kind) as work:
             export = f"{path}/{EXPORT}"
             for file in await storage.list(export):
                 await storage.download(file.path, work / file.path.removeprefix(f"{export}/"))
@@ -64,8 +63,6 @@ async def _fetch(storage: FsspecStorage, path: str, copy: Path) -> None:
             if await read_info(storage, path) is None:
                 raise StoreError(f"the checkpoint {storage.absolute(path)} was deleted while it was fetched")
             os.rename(work, copy)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
     except StoreError:
         raise
     except OSError as e:
@@ -75,6 +72,9 @@ async def _fetch(storage: FsspecStorage, path: str, copy: Path) -> None:
 
 
 def _forget_old(cache: Path, store: str) -> None:
-    copies = sorted(cache.glob(f"{store}-*"), key=lambda folder: folder.stat().st_mtime_ns, reverse=True)
-    for old in copies[KEEP:]:
+    copies = []
+    for copy in cache.glob(f"{store}-*"):
+        with suppress(FileNotFoundError):  # another process of this host was first
+            copies.append((copy.stat().st_mtime_ns, copy))
+    for _, old in sorted(copies, reverse=True)[KEEP:]:
         shutil.rmtree(old, ignore_errors=True)

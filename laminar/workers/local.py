@@ -129,8 +129,9 @@ async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[Ru
     record = RunManifest(
         run=keys.run, store=plan.storage.url, storage=plan.config.storage.model_dump(), store_id=file.store_id,
         generation=manifest.generation if manifest else file.generation, format_version=FORMAT_VERSION,
+        config=file.config_digest,
     )  # fmt: skip
-    if record != manifest:  # a new run, or the same store at another place
+    if record != manifest:  # a new run, another config, or the same store at another place
         await coordination.put(keys.manifest, record.dump())
     tried_again = head is not None and (head.state == "failed" or head.decided < plan.config.run.max_steps)
     if head is not None and head.state != "running" and tried_again:

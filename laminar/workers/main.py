@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import logging
+import os
 import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 from laminar.buffer.etcd_access import EtcdAccess
-from laminar.errors import ConfigError
+from laminar.errors import ConfigChanged, ConfigError
 from laminar.workers.context import Run, join_run, joined
 from laminar.workers.supervisor.children import Child, worker_command
 
@@ -25,7 +26,15 @@ def run_worker(kind: str, *, access: EtcdAccess, run: str, index: int = 0) -> in
     if kind not in KINDS:
         raise ConfigError(f"there is no worker kind {kind!r}; the kinds are {', '.join(KINDS)}")
     faulthandler.enable()
-    return asyncio.run(_run_worker(kind, access, run))
+    try:
+        return asyncio.run(_run_worker(kind, access, run))
+    except ConfigChanged as e:
+        log.info("%s", e)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        # Not within this process: what the old config made (models, threads, a GPU's memory) goes with its image.
+        command = worker_command(kind, access, run)
+        os.execv(command[0], command)
 
 
 def configure_logging(level: str) -> None:
@@ -109,7 +118,7 @@ async def _trainer(run: Run) -> None:
     from laminar.workers.learning import create_learner
     from laminar.workers.metrics import MetricSinks
     from laminar.workers.tables import open_table
-    from laminar.workers.trainer import trainer_main
+    from laminar.workers.training.trainer_lives import trainer_main
 
     config = run.config
     sinks = MetricSinks(run.storage.absolute(""), config.logging, run=config.run.name, run_id=run.file.store_id)

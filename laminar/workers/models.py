@@ -16,13 +16,14 @@ import json
 import os
 import shutil
 import struct
-import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from laminar.errors import ConfigError
+from laminar.workers.scratch import scratch
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -144,14 +145,13 @@ def _cached(name: str, cache: Path, build: Callable[[Path], None]) -> Path:
     target = cache / f"{name}-{REVISION}"
     if (target / "config.json").is_file():
         return target.resolve()
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the model cache {cache}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
-        ) from error
-    try:
+    with ExitStack() as stack:
+        try:
+            work = stack.enter_context(scratch(cache, f".{name}-"))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the model cache {cache}: {error.strerror}; set XDG_CACHE_HOME to a writable folder"
+            ) from error
         build(work)
         work.chmod(0o755)
         try:
@@ -160,8 +160,6 @@ def _cached(name: str, cache: Path, build: Callable[[Path], None]) -> Path:
             # Another process was faster: a rename onto a filled folder is refused.
             if not (target / "config.json").is_file():
                 raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return target.resolve()
 
 

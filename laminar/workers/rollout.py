@@ -96,7 +96,8 @@ class Rollout:
         self.relays = Mirror(run.coordination, keys.workers("relay"))
 
     async def serve(self) -> None:
-        """Until the run is done. Raises LeaseLost or Fenced when this life is over, EngineError when the engine is."""
+        """Until the run is done. Raises LeaseLost or Fenced when this life is over, EngineError when the engine is,
+        ConfigChanged when the whole worker must begin anew."""
         async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays, self.rest:
             try:
                 await until_first(
@@ -106,6 +107,7 @@ class Rollout:
                     self.reporter.run(),
                     self.mover.run(),
                     self.member.until_lost(),
+                    self.member.until_changed(),
                     self._watch_engine(),
                 )
             finally:

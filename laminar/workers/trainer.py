@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn
 
 import pyarrow as pa
 
 from laminar.buffer.coordination import Put
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead, TrainerProgress
+from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead
 from laminar.buffer.sampler import REMAINDER, Selection, select, to_retire
 from laminar.buffer.schema import EXPERIENCE
-from laminar.buffer.session import Election, Leadership
-from laminar.buffer.space import disk_full
+from laminar.buffer.session import Leadership
 from laminar.buffer.steps import DecidedBatch, StepLog, batch_rows
-from laminar.buffer.storage import StorageFull
 from laminar.buffer.table import Table
 from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
 from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
@@ -33,9 +30,10 @@ from laminar.workers.context import Member, Run
 from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.patience import patient, patiently
-from laminar.workers.tasks import until_first
+from laminar.workers.patience import patient, patient_table, patiently
+from laminar.workers.training.gradients import Gradients
 from laminar.workers.training.intake import FreshTrajectories, Intake
+from laminar.workers.training.progress import Progress
 from laminar.workers.training.publishing import Publisher, Staged
 from laminar.workers.training.step_metrics import all_truncated, step_metrics, step_rows
 from laminar.workers.training.stepping import TrainedStep, train_decided
@@ -47,26 +45,7 @@ EVALUATION_WAIT_S = 600.0
 COMPARE_EVERY = 5
 """Steps between two comparisons of the engine's logprobs with the trainer's on fresh trajectories."""
 REPORT_INTERVAL_S = 1.0
-REWARDS_TOLD = 10
 EMPTY = pa.Table.from_batches([], schema=EXPERIENCE)
-
-
-@dataclass
-class Progress:
-    """What the displays show. `rewards` holds the last ten steps; `metrics` are those of the newest; `truncated` and
-    `barren` are warnings, or empty."""
-
-    activity: str = "starting"
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    rewards: dict[int, float | None] = field(default_factory=dict)
-    truncated: str = ""
-    barren: str = ""
-    bell: Bell = field(default_factory=Bell)
-
-    def trained(self, step: int, metrics: dict[str, float | None]) -> None:
-        self.metrics = metrics
-        self.rewards = {**dict(sorted(self.rewards.items())[1 - REWARDS_TOLD :]), step: metrics.get("reward_mean")}
-        self.bell.ring()
 
 
 class Trainer:
@@ -84,12 +63,13 @@ class Trainer:
         # Of this life: replayed steps use those of theirs.
         self.settings = dict(learner.settings)
         self.compared = -COMPARE_EVERY
-        self.experience = experience
+        self.experience = patient_table(experience, run.clock)
         self.sinks = sinks
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
         self.steps = StepLog(run.coordination, run.keys, self.ledger, patient(run.storage, run.clock))
-        self.intake = Intake(run.config, experience, run.clock)
+        self.intake = Intake(run.config, self.experience, run.clock)
         self.open = self.intake.open
+        self.gradients = Gradients()
         self.progress = Progress()
         self.bell = Bell()
         self.relays = Mirror(run.coordination, run.keys.workers("relay"), bell=self.bell)
@@ -115,7 +95,8 @@ class Trainer:
                 if selection is None:
                     break
                 batch = await self._decide(selection)
-                await self._train(batch)
+                self.gradients.trained(await self._train(batch))
+                await self._end_if(self.gradients.failure())
                 head, _ = await self.steps.head()
             await self._settle()
 
@@ -125,7 +106,9 @@ class Trainer:
         """Load the newest checkpoint, replay the decided batches after it, offer the weights."""
         head, kv = await self.steps.head()
         self.progress.activity = "loading"
-        info = await load_newest(self.run_info.storage, self.learner, head.decided)
+        info = await patiently(
+            self.clock, "loading a checkpoint", lambda: load_newest(self.run_info.storage, self.learner, head.decided)
+        )
         if info is not None:
             log.info("loaded the checkpoint of version %d", info.version)
         if kv is None:
@@ -209,8 +192,12 @@ class Trainer:
 
     async def _end_if(self, reason: str) -> None:
         if reason:
-            await self.steps.change_head(state="failed", reason=reason)
-            raise LaminarError(reason)
+            await self._fail(reason)
+
+    async def _fail(self, reason: str) -> NoReturn:
+        await self._settle()  # a step that is recorded counts as it is when the run is tried again
+        await self.steps.change_head(state="failed", reason=reason)
+        raise LaminarError(reason)
 
     async def _keep_offering(self) -> None:
         """A relay that was restarted holds nothing: give it the newest weights again while there is time."""
@@ -236,12 +223,17 @@ class Trainer:
         self.open.consume(uses)
         return batch
 
-    async def _train(self, batch: DecidedBatch) -> None:
-        """One optimizer step; its rows are recorded and its version announced while the next batch is sampled."""
+    async def _train(self, batch: DecidedBatch) -> dict[str, float | None]:
+        """One optimizer step, whose metrics these are; its rows are recorded and its version announced while the next
+        batch is sampled."""
         step = batch.decision.step
         self.progress.activity = f"training step {step}"
         before = self.clock.monotonic()
-        trained = await self._learn(batch)
+        try:
+            trained = await self._learn(batch)
+        except LaminarError as e:
+            # It is decided: a restart would meet the same batch, under the same settings, again and again.
+            await self._fail(f"step {step} cannot be trained: {e}")
         train_s = self.clock.monotonic() - before
         await self._settle()
         if not self.leadership.held:
@@ -254,6 +246,7 @@ class Trainer:
                 await self._checkpoint()
             except StoreError as e:
                 log.error("%s; training goes on, a restart would begin at the checkpoint before", e)
+        return trained.result.metrics
 
     async def _learn(self, batch: DecidedBatch) -> TrainedStep:
         """Every few steps the engine's logprobs are compared on what rollouts finish meanwhile; a step in which
@@ -318,7 +311,8 @@ class Trainer:
         version = self.learner.version
         self.progress.activity = f"writing the checkpoint of version {version}"
         before = self.clock.monotonic()
-        await save_checkpoint(self.run_info.storage, self.learner, self.digests.get(version, ""), self.member.id)
+        digest, fence = self.digests.get(version, ""), self.ledger.check_fence
+        await save_checkpoint(self.run_info.storage, self.learner, digest, self.member.id, fence=fence)
         head, _ = await self.steps.head()
         if version > head.checkpoint:
             await self.steps.change_head(checkpoint=version)
@@ -337,7 +331,7 @@ class Trainer:
     async def _finish(self, reason: str) -> None:
         """The last checkpoint, the last evaluations, the rest retired; then the run is done."""
         await self._settle()
-        await patiently(self.clock, "the last checkpoint", self._checkpoint, on=StoreError)
+        await patiently(self.clock, "the last checkpoint", self._checkpoint)
         await self._await_evaluations()
         await self.steps.end_drawing()
         rest = await self._rest()
@@ -371,46 +365,10 @@ class Trainer:
         key, progress = self.run_info.keys.load("trainer", self.member.id), self.progress
         while True:
             head, _ = await self.steps.head()
-            record = TrainerProgress(
-                step=head.step, activity=progress.activity, metrics=progress.metrics, rewards=progress.rewards,
-                warnings=[warning for warning in (progress.truncated, progress.barren) if warning],
-            )  # fmt: skip
+            record = progress.record(head.step)
             await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
             await progress.bell.wait(REPORT_INTERVAL_S)
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-async def trainer_main(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
-    """Load the model, campaign for the leadership, then train until the run is done: who stands by is ready to train
-    when it is elected."""
-    learner = await asyncio.to_thread(make_learner)
-    election = Election(run.coordination, member.session, run.keys.leader("trainer"), member.id)
-    leadership = await election.campaign()
-    log.info("%s leads the training", member.id)
-    trainer = Trainer(run, member, leadership, learner, experience, sinks)
-    await until_first(
-        _run_or_fail(trainer),
-        trainer.report(),
-        trainer.publisher.keeper.run(),
-        member.until_lost(),
-        _replaced(member, leadership),
-    )
-
-
-async def _run_or_fail(trainer: Trainer) -> None:
-    """A disk that stayed full ends the run: started again and again, trainers would each wait as long."""
-    try:
-        await trainer.run()
-    except StorageFull as e:
-        storage = trainer.run_info.storage
-        reason = disk_full(storage.absolute("")) if storage.local else f"{e}; free space and run the same command again"
-        await trainer.steps.change_head(state="failed", reason=reason)
-        raise
-
-
-async def _replaced(member: Member, leadership: Leadership) -> None:
-    await leadership.lost.wait()
-    raise Fenced(f"{member.id} no longer leads the training")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from laminar.buffer.storage import LocalStorage, MemoryStorage, Storage
-from laminar.errors import StoreError
+from laminar.errors import Fenced, StoreError
 from laminar.workers.checkpoints import (
     CheckpointInfo,
     checkpoint_path,
@@ -33,7 +33,7 @@ class SmallLearner:
 
     def save(self, folder: Path) -> None:
         self.interrupt("before save")
-        state = LearnerState(self.version, self.version, 0, "layout", "float32")
+        state = LearnerState(self.version, self.version, "layout", "float32")
         checkpoint.write(folder, state, {"w": torch.full((3,), float(self.version))}, {})
         self.interrupt("after save")
 
@@ -64,6 +64,11 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 async def save(storage: Storage, version: int, boot: str = "t1", **changes: Any) -> str:
     learner: Any = SmallLearner(version, **changes)
     return await save_checkpoint(storage, learner, f"digest-{version}", boot)
+
+
+async def save_fenced(storage: Storage, version: int, fence: Callable[[], Awaitable[None]], **changes: Any) -> None:
+    learner: Any = SmallLearner(version, **changes)
+    await save_checkpoint(storage, learner, "of the zombie", "zombie", fence=fence)
 
 
 async def prune(storage: Storage, keep: int) -> None:
@@ -187,6 +192,55 @@ async def test_a_full_disk_is_said_and_may_be_tried_again(storage: Storage) -> N
     assert await loaded(storage) == 5
     await save(storage, 10)
     assert await loaded(storage) == 10
+
+
+# -- two trainers -----------------------------------------------------------------------------------------------
+
+
+async def test_a_trainer_that_was_replaced_removes_and_replaces_nothing(storage: Storage) -> None:
+    """It stood still between the record of its step and the checkpoint; its successor is writing that version."""
+    unfinished = "checkpoints/.writing-t2/trainer/master.safetensors"
+    await storage.write(unfinished, b"of the leader")
+    before = await storage.list("checkpoints")
+
+    async def fence() -> None:
+        raise Fenced("replaced")
+
+    with pytest.raises(Fenced):
+        await save_fenced(storage, 5, fence)
+    assert await storage.read(unfinished) == b"of the leader" and await storage.list("checkpoints") == before
+
+
+async def test_a_trainer_that_is_replaced_while_it_writes_leaves_the_leaders_checkpoint(storage: Storage) -> None:
+    calls = 0
+
+    async def fence() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            await save(storage, 5, boot="t2")
+            raise Fenced("replaced")
+
+    with pytest.raises(Fenced):
+        await save_fenced(storage, 5, fence)
+    assert [info.digest for info in await list_checkpoints(storage)] == ["digest-5"] and await loaded(storage) == 5
+
+
+async def test_a_checkpoint_that_appeared_at_the_last_instant_stays(tmp_path: Path) -> None:
+    """The trainer stood still after it had looked whether it leads."""
+    storage, elsewhere = LocalStorage(tmp_path / "store"), LocalStorage(tmp_path / "elsewhere")
+    await save(elsewhere, 5, boot="t2")
+    calls = 0
+
+    async def fence() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            (tmp_path / "elsewhere" / checkpoint_path(5)).rename(tmp_path / "store" / checkpoint_path(5))
+
+    await save_fenced(storage, 5, fence)
+    assert [info.digest for info in await list_checkpoints(storage)] == ["digest-5"]
+    assert [p.name for p in (tmp_path / "store" / "checkpoints").iterdir()] == ["step-000000005"]
 
 
 # -- damage -----------------------------------------------------------------------------------------------------

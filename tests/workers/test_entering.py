@@ -7,12 +7,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from laminar.buffer.keys import Keys
-from laminar.buffer.manifest import Fingerprints
+from laminar.buffer.manifest import Fingerprints, RunFile
 from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import RunManifest
 from laminar.buffer.schema import PROMPTS
 from laminar.buffer.storage import LocalStorage
+from laminar.clock import SystemClock
 from laminar.config import config_from
+from laminar.workers.context import Run, open_run
 from laminar.workers.local import _enter
 from laminar.workers.supervisor.preparation import Plan
 
@@ -44,4 +46,23 @@ async def test_a_store_that_has_moved_is_found_by_its_workers(tmp_path: Path) ->
     second = await manifest()
     assert (second.store, second.storage["endpoint_url"]) == (str(tmp_path / "there"), "http://new:9000")
     assert (second.store_id, second.generation) == (first.store_id, first.generation)
+    await coordination.close()
+
+
+async def test_workers_that_stayed_are_told_of_a_changed_config(tmp_path: Path) -> None:
+    coordination, keys = MemoryCoordination(MemoryEtcd()), Keys("resumed")
+
+    async def enter(existing: RunFile | None, steps: int) -> tuple[RunFile, Run]:
+        config = config_from({"run": {"name": "resumed", "max_steps": steps}, "model": {"path": "m"}})
+        storage = LocalStorage(tmp_path)
+        file, _ = await _enter(
+            Plan(config, storage, Path("m"), ROWS, PROMPTS.empty_table(), "", PRINTS, existing), coordination, keys
+        )
+        return file, await open_run(coordination, "resumed", SystemClock())
+
+    file, first = await enter(None, 40)
+    file, same = await enter(file, 40)
+    _, longer = await enter(file, 80)
+    assert first.config_digest == same.config_digest != "" and longer.config_digest != first.config_digest
+    assert (first.config.run.max_steps, longer.config.run.max_steps) == (40, 80)
     await coordination.close()

@@ -11,7 +11,8 @@ import pytest
 from laminar.buffer.storage import FsspecStorage, LocalStorage, MemoryStorage, Storage
 from laminar.errors import StoreError
 from laminar.workers.checkpoints import load_newest, save_checkpoint
-from laminar.workers.exports import exported_version
+from laminar.workers.exports import KEEP, _forget_old, exported_version
+from laminar.workers.scratch import scratch
 
 
 class FolderLearner:
@@ -77,3 +78,47 @@ async def test_the_twins_objects_are_no_folder() -> None:
     storage = MemoryStorage()
     await save(storage, 5)
     assert await exported_version(storage, 5) is None
+
+
+def left_over(folder: Path) -> Path:
+    """What a process leaves that was killed while it wrote."""
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text("half")
+    return folder
+
+
+async def test_what_killed_processes_left_half_fetched_or_half_saved_goes(
+    s3_service: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next save or fetch on the same host; what a living process is at stays."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    storage, cache = FsspecStorage(s3_service.bucket(), s3_service.options), tmp_path / "cache"
+    unsaved = left_over(tmp_path / "laminar-checkpoint-killed")
+    with scratch(tmp_path, "laminar-checkpoint-") as being_saved:
+        await save(storage, 1)
+        assert being_saved.is_dir() and not unsaved.exists()
+    export = await exported_version(storage, 1, cache)
+    assert export is not None
+    store = Path(export.folder).name.partition("-")[0]
+    unfetched, foreign = left_over(cache / f".{store}-000000001-xyz"), left_over(cache / ".other-000000001-xyz")
+    await save(storage, 2)
+    with scratch(cache, f".{store}-000000002-") as being_fetched:
+        assert await exported_version(storage, 2, cache) is not None
+        assert being_fetched.is_dir() and foreign.is_dir() and not unfetched.exists()
+    assert not being_fetched.exists() and sorted(p.name for p in tmp_path.iterdir() if "laminar" in p.name) == []
+
+
+def test_two_processes_may_forget_the_same_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other removes it between the listing and the look at its age."""
+    copies = [left_over(tmp_path / f"store-{i}") for i in range(KEEP + 2)]
+    real = Path.stat
+
+    def gone(self: Path, **options: Any) -> Any:
+        if self == copies[0]:
+            raise FileNotFoundError(str(self))
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", gone)
+    _forget_old(tmp_path, "store")
+    monkeypatch.undo()
+    assert len([copy for copy in copies[1:] if copy.exists()]) == KEEP

@@ -68,7 +68,8 @@ class Learner(Protocol):
         ...
 
     def train(self, batch: Sequence[Sample], fresh: Callable[[], Sequence[Sample]] | None = None) -> StepResult:
-        """One optimizer step on whole groups: `version` grows by one. Raises LaminarError on non-finite gradients.
+        """One optimizer step on whole groups: `version` grows by one. Raises LaminarError for a batch that it cannot
+        train on; a gradient that is not finite changes no weights, and the metric `skipped_nonfinite` is 1.
 
         `fresh`, called just before the weights change, gives trajectories sampled under the very weights that the
         step starts from (none if there are none): the engine's logprobs are compared on them. They train nothing.

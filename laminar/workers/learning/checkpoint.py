@@ -22,16 +22,17 @@ from torch import Tensor
 from laminar.errors import WeightsError
 
 FORMAT = 1
+FORMER = {"nonfinite_in_a_row"}
+"""Values that older checkpoints hold and nobody needs any more."""
 MASTER, OPTIMIZER, STATE = "master.safetensors", "optimizer.safetensors", "learner.json"
 
 
 @dataclass(frozen=True)
 class LearnerState:
-    """`updates`: of the optimizer (steps without signal make none). `nonfinite_in_a_row`: updates just skipped."""
+    """`updates`: of the optimizer (steps without signal make none)."""
 
     version: int
     updates: int
-    nonfinite_in_a_row: int
     layout_digest: str
     dtype: str
 
@@ -70,9 +71,9 @@ def verify(folder: Path) -> LearnerState:
 
 def _state(folder: Path, values: object) -> LearnerState:
     names = {field.name for field in fields(LearnerState)}
-    if not isinstance(values, dict) or set(values) != names:
+    if not isinstance(values, dict) or set(values) - FORMER != names:
         raise WeightsError(f"{folder / STATE} does not hold exactly {sorted(names)}; use another checkpoint")
-    return LearnerState(**values)
+    return LearnerState(**{name: values[name] for name in names})
 
 
 def _verify(path: Path, promised: object) -> None:

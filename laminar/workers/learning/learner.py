@@ -38,9 +38,6 @@ from laminar.workers.models import copy_tokenizer, tensor_names
 
 log = logging.getLogger(__name__)
 
-MAX_NONFINITE_IN_A_ROW = 3
-"""One overflow is weather; three steps in a row without a usable gradient is a broken run."""
-
 
 class TorchLearner:
     """Implements `base.Learner` on CUDA where there is one, else on the CPU.
@@ -84,7 +81,7 @@ class TorchLearner:
         )
         self._published = self._published_tensors()
         self._layout = layout_of(self._published)
-        self._version = self._updates = self._nonfinite_in_a_row = 0
+        self._version = self._updates = 0
         self._stale = False
 
     @property
@@ -121,7 +118,7 @@ class TorchLearner:
         """See `base.Learner.train`. An update with a non-finite gradient is skipped, and said in `skipped_nonfinite`.
 
         A batch without any trajectory is legal (every group of the step was retired): no update, one version more.
-        Raises LaminarError for a malformed trajectory, naming it, and on the third non-finite gradient in a row.
+        Raises LaminarError for a malformed trajectory, naming it.
         """
         self._check(batch)
         self._cast()
@@ -164,7 +161,6 @@ class TorchLearner:
         state = checkpoint.LearnerState(
             version=self._version,
             updates=self._updates,
-            nonfinite_in_a_row=self._nonfinite_in_a_row,
             layout_digest=self._layout.digest,
             dtype=str(self._dtype).removeprefix("torch."),
         )
@@ -205,7 +201,6 @@ class TorchLearner:
                         **{k: moments[f"{k}.{name}"].to(self._device) for k in ("exp_avg", "exp_avg_sq")},
                     }
         self._version, self._updates = state.version, state.updates
-        self._nonfinite_in_a_row = state.nonfinite_in_a_row
         self._stale = True
 
     def export(self, folder: Path) -> None:
@@ -319,17 +314,10 @@ class TorchLearner:
                 group["lr"] = self._learning_rate()
             self._optimizer.step()
             self._updates += 1
-            self._nonfinite_in_a_row = 0
             self._stale = True
         self._optimizer.zero_grad(set_to_none=True)
         if not finite:
-            self._nonfinite_in_a_row += 1
             log.warning("step %d: gradient norm %s, the update is skipped", self._version, norm)
-            if self._nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
-                raise LaminarError(
-                    f"step {self._version}: the gradient norm is {norm}, {self._nonfinite_in_a_row} steps in a row; "
-                    "lower trainer.learning_rate and resume from the last checkpoint"
-                )
         return {"grad_norm": norm if finite else None, "skipped_nonfinite": float(not finite)}
 
     def _learning_rate(self) -> float:

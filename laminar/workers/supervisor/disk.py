@@ -8,7 +8,7 @@ from pathlib import Path
 
 from laminar.buffer.files import StorageFull
 from laminar.buffer.space import free_bytes, space_at
-from laminar.workers.patience import SPACE_WAIT_S
+from laminar.workers.patience import STORE_WAIT_S
 from laminar.workers.supervisor.etcd_process import EtcdProcess
 
 LOW_BYTES = 64 << 20
@@ -32,7 +32,7 @@ async def watch_disk(folder: Path, tell: Tell, *, low_bytes: int = LOW_BYTES, lo
 
 
 async def restarted(
-    etcd: EtcdProcess, tell: Tell, *, wait_s: float = SPACE_WAIT_S, look_s: float = LOOK_AGAIN_S
+    etcd: EtcdProcess, tell: Tell, *, wait_s: float = STORE_WAIT_S, look_s: float = LOOK_AGAIN_S
 ) -> None:
     """Start an etcd that has ended again, on the same data. While the disk is full it waits, `wait_s` seconds at most;
     then it raises StorageFull. Raises CoordinationError if etcd does not start for another reason."""

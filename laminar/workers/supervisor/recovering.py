@@ -66,7 +66,7 @@ async def recover(
     config = config_from(file.config, origin="run.json")
     record = RunManifest(
         run=file.run, store=storage.url, storage=config.storage.model_dump(), store_id=file.store_id,
-        generation=state.generation, format_version=FORMAT_VERSION,
+        generation=state.generation, format_version=FORMAT_VERSION, config=file.config_digest,
     )  # fmt: skip
     rebuilder = await Rebuilder.begin(coordination, storage, tables, file, record)
     try:

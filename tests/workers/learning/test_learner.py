@@ -216,8 +216,8 @@ def test_a_warm_up_that_never_ends_is_refused(learner_of):
         learner_of(warmup_steps=10, total_steps=10)
 
 
-def test_gradients_without_a_finite_norm_are_skipped_then_fatal(learner_of, batch_of, weights_of):
-    """One overflow skips an update; the third in a row ends the run; a good step between them forgives."""
+def test_updates_without_a_finite_norm_are_skipped(learner_of, batch_of, weights_of):
+    """However many come in a row: the batches are decided, so a restart must get through them too."""
     learner = learner_of(advantage="dr_grpo", learning_rate=1e-6)
     good = batch_of([[(3, 1.0), (3, 0.0)]])
     overflow = [dataclasses.replace(s, reward=s.reward * 3e38) for s in good]
@@ -226,10 +226,9 @@ def test_gradients_without_a_finite_norm_are_skipped_then_fatal(learner_of, batc
     assert (result.metrics["skipped_nonfinite"], result.metrics["grad_norm"]) == (1, None)
     assert (learner.version, weights_of(learner)) == (1, before)
     assert learner.train(good).metrics["skipped_nonfinite"] == 0
-    learner.train(overflow)
-    learner.train(overflow)
-    with pytest.raises(LaminarError, match="3 steps in a row"):
-        learner.train(overflow)
+    before = weights_of(learner)
+    assert [learner.train(overflow).metrics["skipped_nonfinite"] for _ in range(4)] == [1] * 4
+    assert (learner.version, weights_of(learner)) == (6, before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -303,6 +303,26 @@ async def test_inboxes_of_the_dead_are_emptied_in_transactions_that_etcd_takes()
     assert world.under(KEYS.inbox_root) == [f"r-alive/{trajectory_name(0, 0)}"]
 
 
+async def test_a_rollout_that_joins_while_the_manager_cleans_keeps_what_is_its_own() -> None:
+    """At whatever moment, and however slow storage and etcd are: an inbox item that is lost strands its claim for
+    ever, since the owner lives."""
+    world = World()
+    manager = await world.manager()
+    world.storage.delay_s = 0.3
+    manager.run_info.coordination.faults.delay_s = (0.05, 0.05)  # type: ignore[attr-defined]
+    cleaning = asyncio.create_task(manager.cleaner.clean())
+    joined = 0
+    while not cleaning.done():
+        rollout = await world.member("rollout", f"r-{joined}")
+        for key in (KEYS.inbox_item(rollout.id, 0, 0), KEYS.moves(rollout.id), KEYS.rest(rollout.id)):
+            await rollout.run.coordination.put(key, "1")
+        joined += 1
+        await asyncio.sleep(0.04)
+    assert await cleaning == 0 and joined > 30
+    for root in (KEYS.inbox_root, KEYS.moves_root, KEYS.rests_root):
+        assert len(world.under(root)) == joined, root
+
+
 async def test_a_replaced_manager_deletes_no_keys() -> None:
     world = World()
     manager = await world.manager()

@@ -28,7 +28,9 @@ from laminar.workers.environments.base import Prompt, Transcript
 from laminar.workers.mirror import Bell
 from laminar.workers.pools import prompt_of
 from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.generation import SILENT_S
 from laminar.workers.rollouts.outbox import until_written
+from laminar.workers.rollouts.silence import Silence
 
 log = logging.getLogger(__name__)
 
@@ -174,14 +176,16 @@ class Evaluator:
                 if room < 1:
                     finish = "length"
                     break
-                async for chunk in engine.generate(
-                    f"eval-{version}-{prompt.prompt_index}-{mode}-{sample}-{n}-{self.member.id}-{self.begun}",
-                    sequence, max_tokens=room, temperature=temperature,
-                    stop_token_ids=self.equipment.stop_token_ids,
-                ):  # fmt: skip
-                    new += chunk.token_ids
-                    self.tokens += len(chunk.token_ids)
-                    finish = chunk.finish_reason or finish
+                async with Silence(SILENT_S, lambda: engine.load_report().waiting > 0) as silence:
+                    async for chunk in engine.generate(
+                        f"eval-{version}-{prompt.prompt_index}-{mode}-{sample}-{n}-{self.member.id}-{self.begun}",
+                        sequence, max_tokens=room, temperature=temperature,
+                        stop_token_ids=self.equipment.stop_token_ids,
+                    ):  # fmt: skip
+                        silence.heard()
+                        new += chunk.token_ids
+                        self.tokens += len(chunk.token_ids)
+                        finish = chunk.finish_reason or finish
                 tokens += new
                 sequence = [*sequence, *new]
                 budget -= len(new)

@@ -23,10 +23,11 @@ from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.errors import EngineError, EnvironmentFailure
 from laminar.workers.context import Member, Run
-from laminar.workers.engines.base import Chunk, EngineCapacity
+from laminar.workers.engines.base import Chunk, EngineCapacity, EngineLoad
 from laminar.workers.environments.base import Score, Turn
 from laminar.workers.evaluation import MAX_FAILURES, RETRY_S, Evaluator
 from laminar.workers.mirror import Bell
+from laminar.workers.rollouts.generation import SILENT_S
 
 KEYS = Keys("run")
 REQUEST = EvaluationRequest(version=5, digest="d5")
@@ -40,14 +41,15 @@ def event_loop_policy(virtual_time: asyncio.AbstractEventLoopPolicy) -> asyncio.
 
 class Engine:
     """Answers each prompt with its number; notes at which temperature it was asked. Refuses what real engines refuse,
-    and the prompts `refused`."""
+    and the prompts `refused`; loses the first `lost` requests."""
 
-    def __init__(self, max_model_len: int = 64, refused: tuple[int, ...] = ()) -> None:
+    def __init__(self, max_model_len: int = 64, refused: tuple[int, ...] = (), lost: int = 0) -> None:
         self.temperatures: list[float] = []
         self.requests: list[str] = []
         self.running = self.most = 0
         self.max_model_len = max_model_len
         self.refused = refused
+        self.lost = lost
 
     async def generate(self, request_id: str, token_ids: Sequence[int], **asked: Any) -> AsyncIterator[Chunk]:
         if token_ids[0] in self.refused or len(token_ids) >= self.max_model_len:
@@ -58,10 +60,13 @@ class Engine:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            await asyncio.sleep(1)
+            await asyncio.sleep(1 if len(self.requests) > self.lost else 1e6)
         finally:
             self.running -= 1
         yield Chunk([token_ids[0]], [-0.5], "stop")
+
+    def load_report(self) -> EngineLoad:
+        return EngineLoad(running=self.running, waiting=0, kv_tokens=0)
 
 
 class Host:
@@ -259,6 +264,24 @@ async def test_an_evaluation_that_fails_again_and_again_is_given_up() -> None:
         assert evaluator.running or engine.running == 0, "what a failed one has begun does not go on"
     assert begun == MAX_FAILURES and evaluator.claimed_versions == ()
     assert world.server.get(KEY) is None and await world.storage.list("incoming") == []
+
+
+async def test_an_evaluation_whose_request_the_engine_lost_is_tried_again() -> None:
+    """Else it would run for ever, and the rollout would never load another version."""
+    world = World()
+    await world.ask()
+    evaluator = await world.evaluator("r1")
+    engine = Engine(lost=1)
+    evaluator.equipment.engine = engine  # type: ignore[misc, assignment]
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(SILENT_S + 1)
+    assert not evaluator.running and engine.running == 0
+    await asyncio.sleep(RETRY_S)
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(10)
+    assert len(await world.rows()) == 9
 
 
 @pytest.mark.parametrize("fault", list(Fault), ids=lambda f: f.value)

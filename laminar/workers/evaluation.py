@@ -2,7 +2,8 @@
 
 The trainer asks by `evaluations/<version>`; one rollout claims it under its lease (`claims-eval/<version>`),
 holds that version until all rows are durable, and registers them in the transaction that deletes the request.
-An evaluation whose rollout dies is begun again by another. It never moves the cursor nor enters a batch.
+An evaluation whose rollout dies is begun again by another; one that fails is tried a few times and then given up. It
+never moves the cursor nor enters a batch.
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ from laminar.workers.environments.base import Prompt, Transcript
 from laminar.workers.mirror import Bell
 from laminar.workers.pools import prompt_of
 from laminar.workers.rollouts.equipment import Equipment
+from laminar.workers.rollouts.generation import SILENT_S
 from laminar.workers.rollouts.outbox import until_written
+from laminar.workers.rollouts.silence import Silence
 
 log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+"""Times that an evaluation may fail in one rollout life: what an engine refuses it refuses again."""
+RETRY_S = 5.0
+"""From a failure to the next try. A dead engine has ended this life by then: its failures are not the evaluation's."""
 
 
 class Evaluator:
@@ -42,9 +50,13 @@ class Evaluator:
         self.bell = bell
         self.claimed: dict[int, EvaluationRequest] = {}
         self.task: asyncio.Task[None] | None = None
+        self.failures: dict[int, int] = {}
+        """By version."""
+        self.begun = 0
         self.attempts = 0
         self.tokens = 0
         """Generated for evaluations, since this life began."""
+        self._again_at = float("-inf")
 
     @property
     def claimed_versions(self) -> tuple[int, ...]:
@@ -62,14 +74,21 @@ class Evaluator:
 
     async def claim_requests(self, requests: Sequence[EvaluationRequest], *, more: bool = True) -> None:
         """Claim the oldest request that nobody works on, unless one is claimed here already. With `more` = False
-        what is claimed is kept, and nothing new is."""
+        what is claimed is kept, and nothing new is. One that has failed MAX_FAILURES times is deleted instead."""
         self.claimed = {v: r for v, r in self.claimed.items() if self.running or r in requests}
-        if self.claimed or not more:
+        if self.claimed or not more or self.run_info.clock.monotonic() < self._again_at:
             return
         for request in requests:
-            if await self._claim(request):
+            if not await self._claim(request):
+                continue
+            if self.failures.get(request.version, 0) < MAX_FAILURES:
                 self.claimed[request.version] = request
                 return
+            if await self.run_info.coordination.delete(self._request_key(request.version)):
+                log.error(
+                    "version %d is not evaluated: that failed %d times (limit %d), for the reasons logged above",
+                    request.version, self.failures[request.version], MAX_FAILURES,
+                )  # fmt: skip
 
     async def _claim(self, request: EvaluationRequest) -> bool:
         key = self._claim_key(request.version)
@@ -89,13 +108,17 @@ class Evaluator:
         )
 
     def start(self, version: int, digest: str) -> None:
+        self.begun += 1
         self.task = asyncio.create_task(self._evaluate(version, digest), name=f"evaluate version {version}")
         self.task.add_done_callback(lambda task: self._ended(version, task))
 
     def _ended(self, version: int, task: asyncio.Task[None]) -> None:
         self.claimed.pop(version, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the evaluation of version %d failed: %s", version, error)
+            error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
+            failures = self.failures[version] = self.failures.get(version, 0) + 1
+            self._again_at = self.run_info.clock.monotonic() + RETRY_S
+            log.error("the evaluation of version %d failed (%d of %d): %r", version, failures, MAX_FAILURES, error)
         self.bell.ring()
 
     async def stop(self) -> None:
@@ -126,8 +149,10 @@ class Evaluator:
             async with limit:
                 return await self._one(prompt_of(pool.row(index)), version, digest, mode, sample, heat)
 
-        rows = await asyncio.gather(*(one(i, *p) for i in range(len(pool)) for p in plan))
-        await self._register(version, rows)
+        # Of a group, whose other members end with the first that fails: the engine must be free of them by then.
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(i, *p)) for i in range(len(pool)) for p in plan]
+        await self._register(version, [task.result() for task in tasks])
 
     async def _one(
         self, prompt: Prompt, version: int, digest: str, mode: str, sample: int, temperature: float
@@ -146,14 +171,21 @@ class Evaluator:
             for n in range(config.environment.max_turns):
                 new: list[int] = []
                 room = min(budget, config.rollout.max_model_len - len(sequence))
-                async for chunk in engine.generate(
-                    f"eval-{version}-{prompt.prompt_index}-{mode}-{sample}-{n}-{self.member.id}",
-                    sequence, max_tokens=max(1, room), temperature=temperature,
-                    stop_token_ids=self.equipment.stop_token_ids,
-                ):  # fmt: skip
-                    new += chunk.token_ids
-                    self.tokens += len(chunk.token_ids)
-                    finish = chunk.finish_reason or finish
+                if room < 1 and n == 0:
+                    raise EnvironmentFailure("prompt_too_long", f"prompt {prompt.prompt_index}: {len(sequence)} tokens")
+                if room < 1:
+                    finish = "length"
+                    break
+                async with Silence(SILENT_S, lambda: engine.load_report().waiting > 0) as silence:
+                    async for chunk in engine.generate(
+                        f"eval-{version}-{prompt.prompt_index}-{mode}-{sample}-{n}-{self.member.id}-{self.begun}",
+                        sequence, max_tokens=room, temperature=temperature,
+                        stop_token_ids=self.equipment.stop_token_ids,
+                    ):  # fmt: skip
+                        silence.heard()
+                        new += chunk.token_ids
+                        self.tokens += len(chunk.token_ids)
+                        finish = chunk.finish_reason or finish
                 tokens += new
                 sequence = [*sequence, *new]
                 budget -= len(new)

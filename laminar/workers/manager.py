@@ -57,6 +57,7 @@ class Manager:
         self.handed_over = 0
         self.finished = 0
         self.segments = 0
+        self.term = leadership.create_revision
 
     async def run(self) -> None:
         async with self.rollouts, self.loads:
@@ -90,9 +91,16 @@ class Manager:
             # The mirror may lag, as after a restart of etcd: nothing is taken from a worker that has just joined.
             living = await self.run_info.coordination.range(self.run_info.keys.workers("rollout"))
             lost = claims.orphans(held, {WorkerRecord.parse(kv.value).id for kv in living.items})
-        for orphan in [h for h in held.values() if claims.exhausted(h.claim) and h in lost]:
-            await self._give_up(orphan)
-            lost.remove(orphan)
+        await self._hand_over([h for h in lost if not claims.exhausted(h.claim)], candidates)
+        # Last, since it needs storage: whatever can go on does not wait for that.
+        for orphan in [h for h in lost if claims.exhausted(h.claim)]:
+            try:
+                await self._give_up(orphan)
+            except StoreError as e:
+                name = orphan.kv.key.rsplit("/", 1)[-1]
+                log.error("trajectory %s cannot be finished yet, the next sweep tries again: %s", name, e)
+
+    async def _hand_over(self, lost: list[Held], candidates: list[Candidate]) -> None:
         moved = 0
         for orphan, target in assign(lost, candidates):
             claim = claims.reassigned(orphan.claim, target.id, "death")
@@ -130,7 +138,8 @@ class Manager:
             status="gave_up", error=reason, reward=None, reward_parts={}, text="", attempts=orphan.claim.attempts,
             finished_at=now,
         )  # fmt: skip
-        segment = f"{self.member.id}-{self.segments:06d}"
+        # A relay has many terms: what an earlier one wrote and did not register lies in the store still.
+        segment = f"{self.member.id}-{self.term}-{self.segments:06d}"
         self.segments += 1
         incoming = await write_incoming(self.run_info.storage, self.member.id, segment, [finished])
         if not await self.ledger.finish([orphan], segment, incoming):

@@ -21,12 +21,13 @@ from laminar.buffer.session import Membership, Session
 from laminar.buffer.storage import MemoryStorage
 from laminar.clock import SystemClock
 from laminar.config import Config
-from laminar.errors import EnvironmentFailure
+from laminar.errors import EngineError, EnvironmentFailure
 from laminar.workers.context import Member, Run
-from laminar.workers.engines.base import Chunk, EngineCapacity
+from laminar.workers.engines.base import Chunk, EngineCapacity, EngineLoad
 from laminar.workers.environments.base import Score, Turn
-from laminar.workers.evaluation import Evaluator
+from laminar.workers.evaluation import MAX_FAILURES, RETRY_S, Evaluator
 from laminar.workers.mirror import Bell
+from laminar.workers.rollouts.generation import SILENT_S
 
 KEYS = Keys("run")
 REQUEST = EvaluationRequest(version=5, digest="d5")
@@ -39,30 +40,52 @@ def event_loop_policy(virtual_time: asyncio.AbstractEventLoopPolicy) -> asyncio.
 
 
 class Engine:
-    """Answers each prompt with its number; notes at which temperature it was asked."""
+    """Answers each prompt with its number; notes at which temperature it was asked. Refuses what real engines refuse,
+    and the prompts `refused`; loses the first `lost` requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int = 64, refused: tuple[int, ...] = (), lost: int = 0) -> None:
         self.temperatures: list[float] = []
+        self.requests: list[str] = []
         self.running = self.most = 0
+        self.max_model_len = max_model_len
+        self.refused = refused
+        self.lost = lost
 
     async def generate(self, request_id: str, token_ids: Sequence[int], **asked: Any) -> AsyncIterator[Chunk]:
+        if token_ids[0] in self.refused or len(token_ids) >= self.max_model_len:
+            raise EngineError(f"a prompt of {len(token_ids)} tokens is refused")
+        assert request_id not in self.requests, "an engine may still know one that was aborted"
+        self.requests.append(request_id)
         self.temperatures.append(asked["temperature"])
         self.running += 1
         self.most = max(self.most, self.running)
-        await asyncio.sleep(1)
-        self.running -= 1
+        try:
+            await asyncio.sleep(1 if len(self.requests) > self.lost else 1e6)
+        finally:
+            self.running -= 1
         yield Chunk([token_ids[0]], [-0.5], "stop")
+
+    def load_report(self) -> EngineLoad:
+        return EngineLoad(running=self.running, waiting=0, kv_tokens=0)
 
 
 class Host:
-    """Prompt 1 has a judge that fails."""
+    """Prompt 1 has a judge that fails; a turn is answered by what fills `reply` tokens."""
+
+    def __init__(self, reply: int = 0) -> None:
+        self.reply = reply
+        self.scored: list[tuple[str, int]] = []
 
     async def reset(self, prompt: Any) -> Turn:
         return Turn([{"role": "user", "content": str(prompt.prompt_index)}])
 
+    async def step(self, prompt: Any, state: Any, reply: str) -> Turn:
+        return Turn([{"role": "tool", "content": "9" * self.reply}])
+
     async def score(self, prompt: Any, transcript: Any) -> Score:
         if prompt.prompt_index == 1:
             raise EnvironmentFailure("reward_error", "the judge is away")
+        self.scored.append((transcript.finish_reason, len(transcript.messages)))
         return Score(1.0)
 
 
@@ -75,11 +98,12 @@ class Pool:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         self.server = MemoryEtcd()
         self.storage = MemoryStorage()
         self.config = Config.model_validate(
             {"model": {"path": "m"}, "evaluation": {"size": 3, "samples": 2}, "sampling": {"temperature": 0.7}}
+            | config
         )
 
     async def ask(self) -> None:
@@ -97,8 +121,9 @@ class World:
         run = Run(coordination, KEYS, self.storage, file, self.config, SystemClock())
         member = Member(run, name, session, membership, Ledger(coordination, KEYS, name, membership))
         conversation = SimpleNamespace(
-            prompt_ids=lambda messages: [int(messages[0]["content"])], decode=lambda ids: f"reply {ids[0]}"
-        )
+            prompt_ids=lambda messages: [int(messages[0]["content"])], decode=lambda ids: f"reply {ids[0]}",
+            turn_ids=lambda messages: [9] * len(messages[0]["content"]),
+        )  # fmt: skip
         equipment: Any = SimpleNamespace(
             engine=Engine(), host=Host(), conversation=conversation, held_out=Pool(), stop_token_ids=[0],
             capacity=EngineCapacity(max_running=4, max_model_len=64, kv_tokens=1),
@@ -190,6 +215,73 @@ async def test_an_evaluation_that_is_stopped_leaves_its_request() -> None:
     await asyncio.sleep(0.5)
     await evaluator.stop()
     assert world.server.get(KEY) is not None and await world.storage.list("incoming") == []
+
+
+async def test_a_reply_that_fills_the_model_ends_the_conversation_as_length() -> None:
+    """As in training: the engine is not asked for what it would refuse."""
+    world = World(environment={"max_turns": 3}, rollout={"max_model_len": 64}, sampling={"max_tokens": 32})
+    await world.ask()
+    evaluator = await world.evaluator("r1")
+    host = Host(reply=62)
+    evaluator.equipment.host = host  # type: ignore[misc, assignment]
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(10)
+    rows = await world.rows()
+    assert {(r["finish_reason"], r["status"], len(r["token_ids"])) for r in rows if r["prompt_index"] != 1} == {
+        ("length", "ok", 1)
+    }
+    assert set(host.scored) == {("length", 3)}, "the judge sees the environment's reply"
+
+
+async def test_a_held_out_prompt_that_leaves_no_room_has_no_reward() -> None:
+    world = World(rollout={"max_model_len": 64}, sampling={"max_tokens": 32})
+    await world.ask()
+    evaluator = await world.evaluator("r1")
+    ids = evaluator.equipment.conversation.prompt_ids
+    evaluator.equipment.conversation.prompt_ids = lambda m: ids(m) * (64 if m[0]["content"] == "2" else 1)  # type: ignore[method-assign]
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(10)
+    outcomes = {(r["status"], r["finish_reason"], r["reward"]) for r in await world.rows() if r["prompt_index"] == 2}
+    assert outcomes == {("prompt_too_long", "error", None)}
+
+
+async def test_an_evaluation_that_fails_again_and_again_is_given_up() -> None:
+    """Else the rollout would begin it for ever, and never load another version."""
+    world = World()
+    await world.ask()
+    evaluator = await world.evaluator("r1")
+    engine = Engine(refused=(2,))
+    evaluator.equipment.engine = engine  # type: ignore[misc, assignment]
+    begun = 0
+    for _ in range(int(20 * MAX_FAILURES * RETRY_S)):
+        await evaluator.claim_requests([REQUEST] if world.server.get(KEY) else [])
+        if evaluator.claimed_versions and not evaluator.running:
+            begun += 1
+            evaluator.start(5, "d5")
+        await asyncio.sleep(0.1)
+        assert evaluator.running or engine.running == 0, "what a failed one has begun does not go on"
+    assert begun == MAX_FAILURES and evaluator.claimed_versions == ()
+    assert world.server.get(KEY) is None and await world.storage.list("incoming") == []
+
+
+async def test_an_evaluation_whose_request_the_engine_lost_is_tried_again() -> None:
+    """Else it would run for ever, and the rollout would never load another version."""
+    world = World()
+    await world.ask()
+    evaluator = await world.evaluator("r1")
+    engine = Engine(lost=1)
+    evaluator.equipment.engine = engine  # type: ignore[misc, assignment]
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(SILENT_S + 1)
+    assert not evaluator.running and engine.running == 0
+    await asyncio.sleep(RETRY_S)
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(10)
+    assert len(await world.rows()) == 9
 
 
 @pytest.mark.parametrize("fault", list(Fault), ids=lambda f: f.value)

@@ -12,16 +12,18 @@ from world import KEYS, World, draw, kill
 
 from laminar.buffer import claims
 from laminar.buffer.archive import BLOCK, read_archive
+from laminar.buffer.claims import Held
 from laminar.buffer.coordination import KeyValue, Put, Transaction
 from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.keys import trajectory_name
+from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import Partial, PartialLog, PartialRow
 from laminar.buffer.records import BatchDecision, EvaluationRequest, Retain
 from laminar.buffer.schema import EXPERIENCE
 from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import BATCH, StepLog, decision_path
 from laminar.buffer.storage import FileInfo
-from laminar.errors import StoreError
+from laminar.errors import CoordinationUnavailable, StoreError
 from laminar.relay.holdings import Holdings
 from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
 from laminar.workers.managing.cleaning import STALE_S, step_of
@@ -138,7 +140,66 @@ async def test_an_exhausted_trajectory_is_finished_with_an_error_and_what_is_kno
     [row] = batch.to_pylist()
     assert (row["status"], row["reward"], row["token_ids"], row["finish_reason"]) == ("gave_up", None, [7, 8], "error")
     assert row["error"] == "8 owners died without a new token (limit 8)"
-    assert world.under(KEYS.incoming_table("experience")) == ["relay-1-000000"]
+    [segment] = world.under(KEYS.incoming_table("experience"))
+    assert path == f"incoming/experience/{segment}.arrow"
+
+
+async def test_a_term_that_ended_before_its_error_row_counted_does_not_stop_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its segment lies in the store already, under the name of the same relay."""
+    world = World()
+    dead = await world.member("rollout", "r-dead")
+    first, second = await draw(dead)
+    assert await dead.ledger.update(first, first.claim.model_copy(update={"deaths": claims.MAX_DEATHS}))
+    kill(dead)
+    await world.member("rollout", "r-heir")
+    member = await world.member("relay", "relay-1")
+    real, tries = Ledger.finish, 0
+
+    async def finish(self: Ledger, *registered: Any) -> list[Held]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise CoordinationUnavailable("etcd is away")
+        return await real(self, *registered)
+
+    monkeypatch.setattr(Ledger, "finish", finish)
+    leading = asyncio.create_task(lead(member.run, member))
+    await asyncio.sleep(10)
+    assert set(await world.claims()) == {second.id} and tries == 2
+    assert len(await world.paths("incoming")) == 2, "the first is removed once it is old"
+    leading.cancel()
+    await asyncio.gather(leading, return_exceptions=True)
+
+
+async def test_storage_that_refuses_an_error_row_keeps_no_other_orphan_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await world.member("rollout", "r-heir")
+    for spent in (await draw(dead, groups=2))[:3]:
+        assert await dead.ledger.update(spent, spent.claim.model_copy(update={"deaths": claims.MAX_DEATHS}))
+    kill(dead)
+    real, refused = world.storage.write, 0
+
+    async def write(path: str, data: bytes, **options: Any) -> None:
+        nonlocal refused
+        refused += 1
+        if refused <= 4:
+            raise StoreError("the store is full")
+        await real(path, data, **options)
+
+    monkeypatch.setattr(world.storage, "write", write)
+    async with manager.rollouts, manager.loads:
+        await manager.sweep()
+        owners = {id: h.claim.owner for id, h in (await world.claims()).items()}
+        assert owners == {(0, 0): "r-dead", (0, 1): "r-dead", (1, 0): "r-dead", (1, 1): "r-heir"} and refused == 3
+        await manager.sweep()
+        assert len(await world.claims()) == 2, "one fails, the others do not wait for it"
+        await manager.sweep()
+    assert set(await world.claims()) == {(1, 1)} and manager.finished == 3
 
 
 async def test_a_replaced_manager_hands_nothing_over() -> None:
@@ -301,6 +362,26 @@ async def test_inboxes_of_the_dead_are_emptied_in_transactions_that_etcd_takes()
             await alive.run.coordination.put(KEYS.inbox_item(worker, n, 0), "1")
     assert await manager.cleaner.clean() == 250
     assert world.under(KEYS.inbox_root) == [f"r-alive/{trajectory_name(0, 0)}"]
+
+
+async def test_a_rollout_that_joins_while_the_manager_cleans_keeps_what_is_its_own() -> None:
+    """At whatever moment, and however slow storage and etcd are: an inbox item that is lost strands its claim for
+    ever, since the owner lives."""
+    world = World()
+    manager = await world.manager()
+    world.storage.delay_s = 0.3
+    manager.run_info.coordination.faults.delay_s = (0.05, 0.05)  # type: ignore[attr-defined]
+    cleaning = asyncio.create_task(manager.cleaner.clean())
+    joined = 0
+    while not cleaning.done():
+        rollout = await world.member("rollout", f"r-{joined}")
+        for key in (KEYS.inbox_item(rollout.id, 0, 0), KEYS.moves(rollout.id), KEYS.rest(rollout.id)):
+            await rollout.run.coordination.put(key, "1")
+        joined += 1
+        await asyncio.sleep(0.04)
+    assert await cleaning == 0 and joined > 30
+    for root in (KEYS.inbox_root, KEYS.moves_root, KEYS.rests_root):
+        assert len(world.under(root)) == joined, root
 
 
 async def test_a_replaced_manager_deletes_no_keys() -> None:

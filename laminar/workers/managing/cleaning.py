@@ -13,8 +13,8 @@
 
 What the committer commits it deletes itself; it compacts the tables and drops their old versions (`commits.py`).
 Everything here stays true once it is: a manager that was replaced while it cleaned does no harm. Order matters: files
-are listed first, then the living, then what refers to files. A worker that is not among the living never returns, so
-whatever could still name its files exists by then.
+and keys are listed first, then the living, then what refers to files. A worker that is not among the living never
+returns, so whatever could still name its files exists by then; and none whose key was listed has yet to join.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ class Cleaner:
         segments = await self.storage.list("incoming")
         batches = [f.path for f in await self.storage.list("batches")]
         oldest = oldest_checkpoint(f.path for f in await self.storage.list("checkpoints"))
-        living = {name(kv) for kv in (await self.coordination.range(self.keys.workers_root)).items}
+        living = await self._living()
         deleted = await self._partial_logs(logs - living)
         deleted += await self._segments(segments, living)
         deleted += await self._batches(batches, living, oldest)
         deleted += await self._fold(oldest)
-        for root in (self.keys.inbox_root, self.keys.moves_root, self.keys.rests_root):
-            deleted += await self._of_the_dead(root, living)
+        deleted += await self._of_the_dead()
         deleted += await self._temporary()
         if deleted:
             log.info("removed %d files and keys that nothing refers to", deleted)
@@ -111,9 +110,18 @@ class Cleaner:
             await self.storage.delete(file.path)
         return len(old)
 
-    async def _of_the_dead(self, root: str, living: set[str]) -> int:
-        items = (await self.coordination.range(root)).items
-        return await self._delete_keys([kv.key for kv in items if kv.key[len(root) :].split("/")[0] not in living])
+    async def _of_the_dead(self) -> int:
+        """Who lives is asked anew, after these keys were listed: workers have joined while files were deleted, and an
+        inbox item that is lost strands its claim, which no sweep looks for while the owner lives."""
+        owners: dict[str, str] = {}
+        for root in (self.keys.inbox_root, self.keys.moves_root, self.keys.rests_root):
+            items = (await self.coordination.range(root)).items
+            owners |= {kv.key: kv.key[len(root) :].split("/")[0] for kv in items}
+        living = await self._living()
+        return await self._delete_keys([key for key, worker in owners.items() if worker not in living])
+
+    async def _living(self) -> set[str]:
+        return {name(kv) for kv in (await self.coordination.range(self.keys.workers_root)).items}
 
     async def _delete_keys(self, keys: Sequence[str]) -> int:
         for start in range(0, len(keys), DELETES):

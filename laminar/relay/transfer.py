@@ -101,6 +101,7 @@ class _Peer:
 
     task: asyncio.Task[None]
     links: list[Link] = field(default_factory=list)
+    held_only: bool = False
 
 
 class Transfer:
@@ -274,6 +275,7 @@ class Transfer:
     async def _ask(self, ask: Ask) -> None:
         relay = ask.relay
         peer = self._peers[relay]
+        peer.held_only = ask.held_only
         link = await self._connect(relay, peer)
         self._do(self.pull.joined(relay, self._now()))
         if self.pull.peer != relay:
@@ -357,7 +359,7 @@ class Transfer:
             link = peer.links[0]
         else:
             link = await self._connect(relay, peer)
-            await self._find(link, (header.name,), held_only=False)
+            await self._find(link, (header.name,), held_only=peer.held_only)
         room = asyncio.Semaphore(CHECKING)
         received, differences = link.received, link.differences
         pieces = link.receive(arriving.arena, share, grain, self._base_of(header))

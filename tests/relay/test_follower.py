@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from typing import Any
 
 import pytest
@@ -157,6 +158,23 @@ async def test_a_late_joiner_catches_up_from_its_neighbour(chain: Chain) -> None
     chain.announce(name)
     await chain.until_all_hold(name)
     assert late.follower.hops[-1].peers == ("r1",)
+
+
+async def test_a_late_joiner_that_is_placed_before_the_one_it_gets_from_does_not_wait_for_it(chain: Chain) -> None:
+    """Nobody died: one connection broke, and each of the two would wait for the other for ever."""
+    first, last = await of(chain, 2, slow_s=0.02)
+    name = await first.publish(1)
+    chain.announce(name)
+    await half_way(chain, last)
+    late = await chain.add("late")
+    chain.plan()
+    chain.announce(name)
+    await chain.until(lambda: pieces_of(late) > 0, "it gets from the last")
+    chain.nodes[:] = [first, late, last]
+    chain.plan()
+    last.follower.receiving._peers["r0"].links[0]._channel._sock.shutdown(socket.SHUT_RDWR)
+    await chain.until_all_hold(name, 4.0)
+    assert "r1" not in late.follower.hops[-1].peers[1:]
 
 
 async def test_a_version_under_way_is_finished_before_a_newer_one_is_begun(chain: Chain) -> None:

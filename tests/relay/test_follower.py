@@ -222,6 +222,28 @@ async def test_an_older_version_is_fetched_from_whoever_holds_it(chain: Chain) -
         await nodes[1].follower.fetch(VersionName(3, "0" * 64), 0.3)
 
 
+async def test_readers_of_one_host_that_want_the_same_older_version_share_its_way(chain: Chain) -> None:
+    first, second = await of(chain, 2)
+    old, newest = await first.publish(1), await first.publish(5)
+    chain.announce(newest)
+    await chain.until_all_hold(newest)
+    first.slow_s = 0.005
+    fetch = second.follower.fetch
+    with pytest.raises(WeightsError, match="could not be fetched"):
+        await asyncio.gather(fetch(old, 0.05), *(waiting := [asyncio.create_task(fetch(old, 10.0)) for _ in range(2)]))
+    await asyncio.gather(*waiting)
+    assert [hop.name for hop in second.follower.hops] == [newest, old], "though the time of the first to ask was short"
+
+
+async def test_a_version_that_is_coming_as_the_newest_is_waited_for(chain: Chain) -> None:
+    nodes = await of(chain, 2, slow_s=0.005)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await half_way(chain, nodes[1])
+    await nodes[1].follower.fetch(name, 10.0)
+    assert len(nodes[1].follower.hops) == 1
+
+
 async def test_a_version_offered_with_other_bits_will_do(chain: Chain) -> None:
     """A replay drifted and the published bits are nowhere any more."""
     nodes = await of(chain, 2)

@@ -235,6 +235,40 @@ async def test_readers_of_one_host_that_want_the_same_older_version_share_its_wa
     assert [hop.name for hop in second.follower.hops] == [newest, old], "though the time of the first to ask was short"
 
 
+async def test_a_fetch_whose_time_ends_while_its_link_closes_has_what_came(chain: Chain) -> None:
+    """And leaves neither an arena nor a pin behind."""
+    first, second = await of(chain, 2)
+    old, newest = await first.publish(1), await first.publish(5)
+    chain.announce(newest)
+    await chain.until_all_hold(newest)
+    transfers: list[Any] = []
+    connect, run = second.transport.connect, second.follower._run
+
+    async def slow_to_close(*args: Any, **options: Any) -> Any:
+        link = await connect(*args, **options)
+        close = link.close
+
+        async def closing() -> None:
+            asyncio.get_running_loop().call_soon(fetching.cancel)
+            await asyncio.sleep(0.1)
+            await close()
+
+        link.close = closing
+        return link
+
+    async def remembered(transfer: Any) -> Any:
+        transfers.append(transfer)
+        return await run(transfer)
+
+    second.transport.connect, second.follower._run = slow_to_close, remembered
+    fetching = asyncio.create_task(second.follower.fetch(old, 5.0))
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert second.holdings.has(old) and not transfers[0]._leaving
+    second.holdings.validate()
+    assert all(arena.pins == 0 for arena in second.holdings.pool.arenas)
+
+
 async def test_a_version_that_is_coming_as_the_newest_is_waited_for(chain: Chain) -> None:
     nodes = await of(chain, 2, slow_s=0.005)
     name = await nodes[0].publish(1)

@@ -35,6 +35,8 @@ REPORT_S = 1.0
 """Least seconds between two reports."""
 REFRESH_S = 5.0
 """Most seconds between two reports."""
+MAX_HEARD = 64
+"""Versions of which it is known when they were heard of: the newest ones."""
 SHOWN_ERRORS, SHOWN_CHARACTERS = 3, 300
 
 
@@ -122,9 +124,14 @@ class ChainMember:
             head = WeightsHead.parse(self.weights.only.value) if self.weights.only else None
             self.follower.see(chain_view(self.chain.only, self.relays.items.values(), head))
             if head is not None:
-                self._heard.setdefault(head.version, self.clock.monotonic())
+                self._hear(head.version)
                 self._published(head)
             await self.bell.wait(REFRESH_S)
+
+    def _hear(self, version: int) -> None:
+        self._heard.setdefault(version, self.clock.monotonic())
+        for old in sorted(self._heard)[:-MAX_HEARD]:
+            del self._heard[old]
 
     def _published(self, head: WeightsHead) -> None:
         """The newest version, under the digest of its publication and under those it was offered with since."""

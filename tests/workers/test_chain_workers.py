@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import os
 import random
@@ -32,6 +33,7 @@ from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.workers.chain import (
     MAX_HEARD,
+    OFFER_S,
     ChainMember,
     address_within,
     listening,
@@ -256,14 +258,46 @@ async def test_an_older_version_of_another_host_is_fetched_for_whoever_needs_it(
     assert await find_weights(cluster.run(), relays, 0) is None
 
 
+class HandClock(SystemClock):
+    """Moved by the test."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.fixture
 async def follows(cluster: Cluster) -> AsyncIterator[ChainMember]:
     """The part of a relay that follows etcd, beside an empty relay."""
-    run = cluster.run()
+    run = dataclasses.replace(cluster.run(), clock=HandClock())
     holdings = Holdings(chunk_bytes=1 << 20, retain=2)
     async with joined(cluster.run(), "relay") as member:
         yield ChainMember(run, member, holdings, Follower(holdings, {}, "r0", "host"))
     await holdings.stop()
+
+
+async def test_bits_that_drifted_are_kept_until_their_offer_is_seen(follows: ChainMember) -> None:
+    """They are sealed first and offered then; what was never published is let go of."""
+    holdings, clock = follows.holdings, follows.clock
+    assert isinstance(clock, HandClock)
+    arena = await holdings.reserve(LAYOUT)
+    assert arena is not None
+    info = await holdings.seal(arena, LAYOUT, 4)
+    head = WeightsHead(version=4, digest="d", layout_digest="", bytes=1, master="")
+    follows._published(head)
+    clock.now += 0.9 * OFFER_S
+    follows._published(head)
+    assert holdings.newest == info
+    follows.offers.items[f"{KEYS.offers_of(4)}{info.digest}"] = KeyValue("", "{}", 1, 1)
+    clock.now += OFFER_S
+    follows._published(head)
+    assert holdings.newest == info
+    follows.offers.items.clear()
+    for _ in range(2):
+        follows._published(head)
+        clock.now += OFFER_S
+    assert holdings.newest is None
 
 
 async def test_a_relay_forgets_when_it_heard_of_old_versions(follows: ChainMember) -> None:

@@ -12,7 +12,7 @@
 | reserved  | there is an arena                                  | Fetch                                       |
 | arrived   | a checked piece lies in the arena                  | Done with the last one                      |
 | failed    | a peer broke, fell silent, refused, sent nonsense  | Leave, Ask of the next                      |
-| tick      | time                                               | Ask of one more, Leave of who gives nothing |
+| tick      | time                                               | Ask of one more or again; Leave of the idle |
 
 The first candidate that *joins* is kept, though it may have no data yet: else all would crowd at the master. Tries
 overlap (one more each `STAGGER_S`), so that dead hosts that nobody told of cost little.

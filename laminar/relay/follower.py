@@ -68,7 +68,8 @@ class Follower:
         self._holdings = holdings
         self._transports = transports
         self._wanted: list[VersionName] = []
-        self._running: set[Transfer] = set()
+        self._running: dict[Transfer, asyncio.Event] = {}
+        """With what tells of its end."""
         self._following: Transfer | None = None
         self._changed = asyncio.Event()
         self._unreachable: set[str] = set()
@@ -113,20 +114,33 @@ class Follower:
 
     async def fetch(self, name: VersionName, timeout_s: float) -> None:
         """Bring a version here that some relay holds, if it is not here. Raises WeightsError if none has it in time."""
-        if self._holdings.has(name):
-            return
-        transfer = Transfer(self._holdings, self._transports, (name,), self.tuning)
+        reason = ""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._run(transfer)
+                while not self._holdings.has(name):
+                    if (ended := self._bringing(name)) is not None:
+                        # Another reader of this host asked for it, or it was published: one transfer serves all.
+                        await ended.wait()
+                        continue
+                    transfer = Transfer(self._holdings, self._transports, (name,), self.tuning)
+                    try:
+                        await self._run(transfer)
+                    finally:
+                        reasons = sorted(transfer.pull.reasons().items())
+                        reason = transfer.pull.reason or "; ".join(f"{relay}: {why}" for relay, why in reasons)
+                    if self._bringing(name) is None:
+                        break
         except TimeoutError:
             pass
         if not self._holdings.has(name):
-            reasons = "; ".join(f"{relay}: {reason}" for relay, reason in sorted(transfer.pull.reasons().items()))
             raise WeightsError(
                 f"version {name} could not be fetched from the {max(0, len(self.view.order) - 1)} other relays within "
-                f"{timeout_s:g} s: {transfer.pull.reason or reasons or 'nobody answered'}"
+                f"{timeout_s:g} s: {reason or 'nobody answered'}"
             )
+
+    def _bringing(self, name: VersionName) -> asyncio.Event | None:
+        """The end of the transfer that brings `name` and nothing else."""
+        return next((ended for t, ended in self._running.items() if t.pull.acceptable == (name,)), None)
 
     async def _follow(self, acceptable: tuple[VersionName, ...]) -> Hop | None:
         transfer = Transfer(self._holdings, self._transports, acceptable, self.tuning)
@@ -161,12 +175,13 @@ class Follower:
             transfer.abandon("nobody has the rest of it, and another version was published")
 
     async def _run(self, transfer: Transfer) -> Hop | None:
-        self._running.add(transfer)
+        self._running[transfer] = ended = asyncio.Event()
         try:
             transfer.see(*self._whom_to_ask())
             hop = await transfer.run()
         finally:
-            self._running.discard(transfer)
+            del self._running[transfer]
+            ended.set()
             self.repairs += len(transfer.pull.repairs)
         if hop is not None:
             self.hops.append(hop)

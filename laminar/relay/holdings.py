@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from laminar.errors import WeightsError
 from laminar.relay.arena import Arena, ArenaPool, ArenaState, check_leases
 from laminar.relay.layout import Layout, checksums, version_digest
-from laminar.relay.memory import INCOMING, check_memory
+from laminar.relay.memory import INCOMING, SPARE, check_memory
 from laminar.relay.protocol import VersionInfo
 from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import PullRequest, VersionHeader, VersionName
@@ -49,7 +49,7 @@ class Held:
 
 class Holdings:
     def __init__(
-        self, *, chunk_bytes: int, retain: int, spare: int = 1, weights_bytes: int = 0, threads: int = 1
+        self, *, chunk_bytes: int, retain: int, spare: int = SPARE, weights_bytes: int = 0, threads: int = 1
     ) -> None:
         self.chunk_bytes = chunk_bytes
         self.retain = retain

@@ -9,6 +9,9 @@ from laminar.errors import ConfigError
 INCOMING = 2
 """Arenas kept for what comes in: one being written while the one before is still being checked."""
 
+SPARE = 1
+"""Versions beside the retained ones that fit, for claims and slow readers."""
+
 
 def required_bytes(weights_bytes: int, *, retain: int, spare: int) -> int:
     """Memory of a relay: `retain` newest versions, two incoming and `spare` for versions that claims refer to."""

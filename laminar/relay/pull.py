@@ -12,10 +12,13 @@
 | reserved  | there is an arena                                  | Fetch                                       |
 | arrived   | a checked piece lies in the arena                  | Done with the last one                      |
 | failed    | a peer broke, fell silent, refused, sent nonsense  | Leave, Ask of the next                      |
-| tick      | time                                               | Ask of one more, of a peer that failed once |
+| tick      | time                                               | Ask of one more or again; Leave of the idle |
 
 The first candidate that *joins* is kept, though it may have no data yet: else all would crowd at the master. Tries
 overlap (one more each `STAGGER_S`), so that dead hosts that nobody told of cost little.
+
+Who may wait for another stands behind it in the chain: a peer that is itself still receiving is left once it stands
+behind us. Where relays see different epochs meanwhile, and wait for each other in a ring, patience ends it.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from laminar.relay.transport.base import VersionHeader, VersionName
 STAGGER_S = 0.15
 """Seconds after which one more candidate is tried beside one that has not answered."""
 PATIENCE_S = 5.0
-"""Seconds that a living peer may have nothing to give before another is asked."""
+"""Seconds that a living peer may have nothing to give before another is asked; doubled each time that a peer was left
+for that within its pieces, since a piece may take longer on a slow link, and would else begin anew for ever."""
 RETRY_S, LONGEST_RETRY_S = 0.25, 8.0
 """Seconds for which a peer that failed is not asked again: doubled with each failure."""
 
@@ -128,7 +132,10 @@ class Pull:
     has_arena: bool = False
     _candidates: tuple[Candidate, ...] = ()
     _blame: dict[str, _Blame] = field(default_factory=dict)
-    _asked_at: float = 0.0
+    _held_only: dict[str, bool] = field(default_factory=dict)
+    """How each relay was asked last. One that was asked for what it holds complete never waits for us."""
+    _progress_at: float = 0.0
+    _patience_s: float = PATIENCE_S
     _lost: tuple[str, str, float] | None = None
 
     @property
@@ -145,6 +152,8 @@ class Pull:
         assert self.phase is not Phase.RECEIVING or (self.missing is not None and len(self.missing) > 0)
         assert self.phase is not Phase.COMPLETE or (self.missing is not None and len(self.missing) == 0)
         assert self.header is None or self.acceptable == (self.header.name,)
+        waiting = [relay for relay in {*self.tried, self.peer} if self._may_wait_for_us(relay)]
+        assert not waiting, f"{', '.join(waiting)} may wait for us"
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -155,14 +164,13 @@ class Pull:
         self._candidates = tuple(candidates)
         self._blame.clear()
         effects: list[Effect] = []
-        for relay in [r for r in self.tried if r not in self._names()]:
+        for relay in [r for r in self.tried if r not in self._names() or self._may_wait_for_us(r)]:
             del self.tried[relay]
             effects.append(Leave(relay))
-        kept = next((c for c in self._candidates if c.relay == self.peer), None)
-        # One that now stands behind us may be waiting for us; one that sends is kept wherever it stands.
-        behind = kept is not None and kept.held_only and self.phase is Phase.ASKING
-        if self.peer and (kept is None or behind):
-            effects += self._lose("is no longer before us in the chain" if kept else "left the chain", now)
+        if self.peer and self.peer not in self._names():
+            effects += self._lose("left the chain", now)
+        elif self.peer and self._may_wait_for_us(self.peer):
+            effects += self._lose("is no longer before us in the chain", now)
         return effects + self._seek(now)
 
     def accept(self, acceptable: tuple[VersionName, ...], now: float) -> list[Effect]:
@@ -183,7 +191,7 @@ class Pull:
         others = [r for r in self.tried if r != relay]
         self.tried.clear()
         self.peer = relay
-        self._asked_at = now
+        self._progress_at = now
         self._move(Phase.ASKING)
         return [Leave(other) for other in others]
 
@@ -194,7 +202,7 @@ class Pull:
             return self.failed(relay, f"answered with version {header.name}, which nobody asked for", now)
         if self.header is not None:
             self._move(Phase.RESERVING)
-            return self._fetch()
+            return self._fetch(now)
         self.header = header
         self.missing = ChunkSet(header.chunks, full=True)
         self.acceptable = (header.name,)
@@ -208,13 +216,15 @@ class Pull:
         if problem:
             return self.abandon(problem)
         self.has_arena = True
-        return self._fetch()
+        return self._fetch(now)
 
     def arrived(self, relay: str, piece: Piece, now: float) -> list[Effect]:
         """A checked piece lies in the arena. Late ones of a peer that was left count as well: they are checked."""
         if self.ended or self.missing is None:
             return []
         self.missing.discard(piece)
+        if relay == self.peer:
+            self._progress_at = now
         if self._lost is not None and relay == self.peer:
             lost, reason, since = self._lost
             self.repairs.append(Repair(lost, relay, reason, now - since))
@@ -240,9 +250,13 @@ class Pull:
         return effects + self._seek(now)
 
     def tick(self, now: float) -> list[Effect]:
-        if self.phase is Phase.ASKING and now >= self._asked_at + PATIENCE_S:
-            return self.failed(self.peer, f"had nothing to give for {PATIENCE_S:.0f} s", now)
-        return self._seek(now)
+        until = self._patient_until()
+        if until is None or now < until:
+            return self._seek(now)
+        reason = f"had nothing to give for {until - self._progress_at:.0f} s"
+        if self.phase is Phase.RECEIVING:
+            self._patience_s *= 2
+        return self.failed(self.peer, reason, now)
 
     def abandon(self, reason: str) -> list[Effect]:
         if self.ended:
@@ -258,8 +272,8 @@ class Pull:
 
     def wake_at(self, now: float) -> float | None:
         """When `tick` is due; None if only another event can change anything."""
-        if self.phase is Phase.ASKING:
-            return self._asked_at + PATIENCE_S
+        if (until := self._patient_until()) is not None:
+            return until
         if self.phase is not Phase.SEEKING or not self._candidates:
             return None
         moments = [blame.until for relay, blame in self._blame.items() if relay in self._names()]
@@ -282,6 +296,17 @@ class Pull:
     def _names(self) -> set[str]:
         return {c.relay for c in self._candidates}
 
+    def _may_wait_for_us(self, relay: str) -> bool:
+        """It stands behind us now, and was asked for what it may still be getting when it stood before us."""
+        behind = any(c.relay == relay and c.held_only for c in self._candidates)
+        return behind and not self._held_only[relay]
+
+    def _patient_until(self) -> float | None:
+        """When the peer is left, unless it gives something; None while nothing is expected of it."""
+        if self.phase is Phase.ASKING:
+            return self._progress_at + PATIENCE_S
+        return self._progress_at + self._patience_s if self.phase is Phase.RECEIVING else None
+
     def _move(self, phase: Phase) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"a pull cannot go from {self.phase.value} to {phase.value}")
@@ -295,11 +320,12 @@ class Pull:
         self._move(Phase.SEEKING)
         return [Leave(relay)]
 
-    def _fetch(self) -> list[Effect]:
+    def _fetch(self, now: float) -> list[Effect]:
         """Begin to receive, if both the peer and the arena are there."""
         if self.phase is not Phase.RESERVING or not self.has_arena or self.missing is None:
             return []
         self._move(Phase.RECEIVING)
+        self._progress_at = now
         return [Fetch(self.peer, self.missing.copy())]
 
     def _seek(self, now: float) -> list[Effect]:
@@ -312,5 +338,6 @@ class Pull:
             blame = self._blame.get(candidate.relay)
             if candidate.relay not in self.tried and (blame is None or blame.until <= now):
                 self.tried[candidate.relay] = now
+                self._held_only[candidate.relay] = candidate.held_only
                 return [Ask(candidate.relay, self.acceptable, candidate.held_only)]
         return []

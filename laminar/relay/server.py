@@ -21,6 +21,7 @@ from laminar.relay.arena import ArenaState
 from laminar.relay.channel import FRAME_TIMEOUT, Channel
 from laminar.relay.holdings import Held, Holdings
 from laminar.relay.layout import Layout
+from laminar.relay.memory import SPARE
 from laminar.relay.protocol import (
     MAX_FETCH,
     MAX_HELLO,
@@ -62,7 +63,7 @@ class RelayServer:
         chunk_bytes: int = 16 << 20,
         retain: int = 2,
         run: str = "",
-        spare: int = 1,
+        spare: int = SPARE,
         weights_bytes: int = 0,
         threads: int = 1,
     ) -> None:

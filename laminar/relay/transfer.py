@@ -25,7 +25,7 @@ from laminar.relay.chunks import ChunkSet, Piece, best_grain
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import VersionInfo
-from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Pull, Repair, Reserve
+from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Phase, Pull, Repair, Reserve
 from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import (
     FabricFailed,
@@ -101,6 +101,7 @@ class _Peer:
 
     task: asyncio.Task[None]
     links: list[Link] = field(default_factory=list)
+    held_only: bool = False
 
 
 class Transfer:
@@ -150,7 +151,7 @@ class Transfer:
 
     async def run(self) -> Hop | None:
         """Until the version is held, or the pull was abandoned: None, and `pull.reason` says why."""
-        problem = "this relay stops"
+        problem, hop = "this relay stops", None
         if self._tuning.deltas and self._tuning.way.delta:
             self._base = self._holdings.read_newest()
         try:
@@ -159,14 +160,28 @@ class Transfer:
             self._do(self.pull.abandon(problem))
             if self._timer is not None:
                 self._timer.cancel()
-            tasks = [*self._leaving, *([self._reserving] if self._reserving else [])]
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._drop_base()
-            if self._arriving is not None and not self._arriving.have.full:
-                self._holdings.abort(self._arriving, problem)
-        if self._arriving is None or problem:
-            return None
-        return self._finish(self._arriving)
+            try:
+                await self._wind_down()
+            finally:
+                self._drop_base()
+                if self._arriving is not None and self.pull.phase is Phase.COMPLETE:
+                    hop = self._finish(self._arriving)
+                elif self._arriving is not None:
+                    self._holdings.abort(self._arriving, problem)
+        return hop
+
+    async def _wind_down(self) -> None:
+        """Until nothing writes into the arena any more, also if cancelled meanwhile: it is used again after this."""
+        tasks = {*self._leaving, *([self._reserving] if self._reserving else [])}
+        cancelled: asyncio.CancelledError | None = None
+        while tasks:
+            try:
+                _, tasks = await asyncio.wait(tasks)
+            except asyncio.CancelledError as e:
+                cancelled = e
+                tasks = {task for task in tasks if not task.done()}
+        if cancelled is not None:
+            raise cancelled
 
     def _finish(self, arriving: Arriving) -> Hop:
         info: VersionInfo = self._holdings.complete(arriving)
@@ -274,6 +289,7 @@ class Transfer:
     async def _ask(self, ask: Ask) -> None:
         relay = ask.relay
         peer = self._peers[relay]
+        peer.held_only = ask.held_only
         link = await self._connect(relay, peer)
         self._do(self.pull.joined(relay, self._now()))
         if self.pull.peer != relay:
@@ -357,7 +373,7 @@ class Transfer:
             link = peer.links[0]
         else:
             link = await self._connect(relay, peer)
-            await self._find(link, (header.name,), held_only=False)
+            await self._find(link, (header.name,), held_only=peer.held_only)
         room = asyncio.Semaphore(CHECKING)
         received, differences = link.received, link.differences
         pieces = link.receive(arriving.arena, share, grain, self._base_of(header))

@@ -33,6 +33,7 @@ class How(Enum):
     STOPPED = "stopped for a while"
     CUT_OFF = "cut off for a while"
     RESET = "connections reset"
+    JOINED = "others join beside it, then connections reset"
     DEVICES = "devices fail for a while"
     """Only of verbs: relays go on by tcp."""
 

@@ -38,6 +38,8 @@ RATE, DELAY_S = 400e3, (0.0001, 0.002)
 STALL_S, LEASE_S = 2.0, 4.0
 AWAY_S = (0.5, 8.0)
 """How long what comes back is away: shorter and longer than a stall, and than a lease."""
+PLAN_S, JOIN_RESET_S = (0.0, 0.2), (0.0, 0.4)
+"""From a relay's joining to the plan that knows it; and until connections reset, where others joined beside."""
 WATCH_S, LOOK_S = 0.001, 0.05
 END_WITHIN_S = 60.0
 
@@ -59,7 +61,8 @@ def _on_a_loop(case: Case) -> Report:
 class Relay:
     """One life of the relay of a host: its process, and what lives in it."""
 
-    def __init__(self, chain: Chain, host: str, life: int) -> None:
+    def __init__(self, chain: Chain, host: str, life: int, rack: str) -> None:
+        self.rack = rack
         self.name = f"{host}.{life}" if life else host
         self.host = host
         rate = chain.source.uniform(0.98, 1.02)
@@ -109,6 +112,9 @@ class Chain:
         self.relays: list[Relay] = []
         self.changed = asyncio.Event()
         self.telling: set[asyncio.Task[None]] = set()
+        self.plan: list[str] = []
+        self.plan_at: float | None = None
+        """When the newcomers are planned in."""
         self.order: list[str] = []
         self.epoch = 0
         self.master = ""
@@ -124,8 +130,8 @@ class Chain:
     def say(self, text: str) -> None:
         self.story.append(f"{self.loop.now:8.3f} {text}")
 
-    def start(self, host: str) -> Relay:
-        relay = Relay(self, host, sum(r.host == host for r in self.relays))
+    def start(self, host: str, rack: str = "") -> Relay:
+        relay = Relay(self, host, sum(r.host == host for r in self.relays), rack or host)
         self.relays.append(relay)
         self.say(f"{relay.name} starts")
         relay.process.start(relay.main(self))
@@ -146,7 +152,7 @@ class Chain:
         told: object = None
         while True:
             members = [r for r in self.relays if r.links and not (r.gone_at and self.loop.now >= r.gone_at)]
-            self.order = order({r.name: Place(r.host) for r in members}, self.order)
+            self._plan(members)
             if self.name is not None and self.master not in self.order:
                 holders = {r.name: 1 for r in members if not r.process.dead and r.weights.holdings.has(self.name)}
                 self.master = master([n for n in self.order if n in holders], holders) or self.master
@@ -163,6 +169,19 @@ class Chain:
                     await self.changed.wait()
             except TimeoutError:
                 continue
+
+    def _plan(self, members: list[Relay]) -> None:
+        """Relays see a newcomer at once, at the end as `workers.chain.chain_view` puts it; the plan comes a little
+        later and may place it elsewhere."""
+        places = {r.name: Place(r.host, r.rack) for r in members}
+        if places.keys() <= set(self.plan):
+            self.plan_at = None
+        elif self.plan_at is None:
+            self.plan_at = self.loop.now + self.source.uniform(*PLAN_S)
+        if self.plan_at is None or self.loop.now >= self.plan_at:
+            self.plan, self.plan_at = order(places, self.plan), None
+        known = [name for name in self.plan if name in places]
+        self.order = [*known, *sorted(places.keys() - set(known))]
 
     def _tell(self, view: ChainView, members: list[Relay]) -> None:
         """A watch's event: it reaches whoever is not cut off, and a stopped process once it goes on."""
@@ -277,6 +296,10 @@ class Chain:
                 self._later(away, lambda: self.network.mend(relay.name))
             case How.RESET:
                 self.network.reset(relay.name)
+            case How.JOINED:
+                for host in ("n0", "n1"):
+                    self.start(host, relay.rack)
+                self._later(self.source.uniform(*JOIN_RESET_S), lambda: self.network.reset(relay.name))
             case How.DEVICES:
                 self.network.fabric_broken = True
                 self._later(away, lambda: setattr(self.network, "fabric_broken", False))

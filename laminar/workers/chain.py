@@ -35,6 +35,10 @@ REPORT_S = 1.0
 """Least seconds between two reports."""
 REFRESH_S = 5.0
 """Most seconds between two reports."""
+OFFER_S = 2.0
+"""Seconds that a version held under a digest that nobody published has: it is sealed before it is offered."""
+MAX_HEARD = 64
+"""Versions of which it is known when they were heard of: the newest ones."""
 SHOWN_ERRORS, SHOWN_CHARACTERS = 3, 300
 
 
@@ -108,6 +112,8 @@ class ChainMember:
         self.offers = Mirror(coordination, keys.offers, bell=self.bell)
         self.repairs = 0
         self._heard: dict[int, float] = {}
+        self._unknown: tuple[VersionName, float] | None = None
+        """What is held of the newest version under a digest that is not known, and since when."""
         self._reported: list[RelayHop] = []
 
     async def run(self) -> None:
@@ -122,9 +128,14 @@ class ChainMember:
             head = WeightsHead.parse(self.weights.only.value) if self.weights.only else None
             self.follower.see(chain_view(self.chain.only, self.relays.items.values(), head))
             if head is not None:
-                self._heard.setdefault(head.version, self.clock.monotonic())
+                self._hear(head.version)
                 self._published(head)
-            await self.bell.wait(REFRESH_S)
+            await self.bell.wait(REFRESH_S if self._unknown is None else OFFER_S)
+
+    def _hear(self, version: int) -> None:
+        self._heard.setdefault(version, self.clock.monotonic())
+        for old in sorted(self._heard)[:-MAX_HEARD]:
+            del self._heard[old]
 
     def _published(self, head: WeightsHead) -> None:
         """The newest version, under the digest of its publication and under those it was offered with since."""
@@ -132,9 +143,15 @@ class ChainMember:
         offered = [key.rsplit("/", 1)[-1] for key in self.offers.items if key.startswith(prefix)]
         digests = [head.digest, *(digest for digest in offered if digest != head.digest)]
         held = next((h for h in self.holdings.versions() if h.info.version == head.version), None)
-        if held is not None and held.info.digest not in digests:
+        now = self.clock.monotonic()
+        if held is None or held.info.digest in digests:
+            self._unknown = None
+        elif self._unknown is None or self._unknown[0] != held.name:
+            self._unknown = held.name, now
+        elif now - self._unknown[1] >= OFFER_S:
             # Sealed here by a trainer that died before it announced it; its successor published other bits.
             self.holdings.discard(head.version)
+            self._unknown = None
         self.follower.published([VersionName(head.version, digest) for digest in digests])
 
     # -- reporting ----------------------------------------------------------------------------------------------

@@ -124,14 +124,18 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(_read_json(folder / INDEX)["weight_map"].values()))]
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """Names of all tensors in the folder's weight files, from their headers alone."""
-    names: set[str] = set()
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """Of all tensors in the folder's weight files, from their headers alone."""
+    entries: dict[str, Any] = {}
     for path in weight_files(folder):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            names.update(json.loads(file.read(length)))
-    return names - {"__metadata__"}
+            entries.update(json.loads(file.read(length)))
+    return {name: entry["shape"] for name, entry in entries.items() if name != "__metadata__"}
+
+
+def tensor_names(folder: Path) -> set[str]:
+    return set(tensor_shapes(folder))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

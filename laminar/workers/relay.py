@@ -11,7 +11,9 @@ import hashlib
 import logging
 import os
 import secrets
+import socket
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -35,6 +37,8 @@ from laminar.workers.tasks import until_first
 log = logging.getLogger(__name__)
 
 COMMITTER_BACKOFF_S = 1.0
+YOUNG_S = 60.0
+"""Age, in seconds, below which a socket is left alone."""
 
 
 def socket_folder() -> Path:
@@ -44,7 +48,26 @@ def socket_folder() -> Path:
 
 
 def socket_path(run: str) -> Path:
-    return socket_folder() / f"{hashlib.sha256(run.encode()).hexdigest()[:8]}-{secrets.token_hex(4)}.sock"
+    return socket_folder() / f"{_prefix(run)}{secrets.token_hex(4)}.sock"
+
+
+def _prefix(run: str) -> str:
+    return f"{hashlib.sha256(run.encode()).hexdigest()[:8]}-"
+
+
+def remove_stale(run: str) -> None:
+    """Sockets at which nobody listens: each relay that was killed left one. One that has just been made may be bound
+    and not yet listening, so it stays."""
+    for path in socket_folder().glob(f"{_prefix(run)}*.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                if time.time() - path.stat().st_mtime > YOUNG_S:
+                    probe.connect(str(path))
+            except ConnectionRefusedError:
+                path.unlink(missing_ok=True)
+            except OSError as e:
+                log.debug("%s stays: %s", path, e)
 
 
 class ServedWeights(Protocol):
@@ -78,6 +101,7 @@ def serve_weights(run: Run) -> RelayServer:
     config = run.config.relay
     path = socket_path(run.keys.run)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_stale(run.keys.run)
     return RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
 
 

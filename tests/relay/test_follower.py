@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from typing import Any
 
 import pytest
@@ -159,6 +160,23 @@ async def test_a_late_joiner_catches_up_from_its_neighbour(chain: Chain) -> None
     assert late.follower.hops[-1].peers == ("r1",)
 
 
+async def test_a_late_joiner_that_is_placed_before_the_one_it_gets_from_does_not_wait_for_it(chain: Chain) -> None:
+    """Nobody died: one connection broke, and each of the two would wait for the other for ever."""
+    first, last = await of(chain, 2, slow_s=0.02)
+    name = await first.publish(1)
+    chain.announce(name)
+    await half_way(chain, last)
+    late = await chain.add("late")
+    chain.plan()
+    chain.announce(name)
+    await chain.until(lambda: pieces_of(late) > 0, "it gets from the last")
+    chain.nodes[:] = [first, late, last]
+    chain.plan()
+    last.follower.receiving._peers["r0"].links[0]._channel._sock.shutdown(socket.SHUT_RDWR)
+    await chain.until_all_hold(name, 4.0)
+    assert "r1" not in late.follower.hops[-1].peers[1:]
+
+
 async def test_a_version_under_way_is_finished_before_a_newer_one_is_begun(chain: Chain) -> None:
     """A link slower than the trainer would else never complete a version."""
     nodes = await of(chain, 3, slow_s=0.01)
@@ -202,6 +220,62 @@ async def test_an_older_version_is_fetched_from_whoever_holds_it(chain: Chain) -
     assert nodes[1].holdings.newest.version == 5
     with pytest.raises(WeightsError, match=r"version 3 \(000.* could not be fetched"):
         await nodes[1].follower.fetch(VersionName(3, "0" * 64), 0.3)
+
+
+async def test_readers_of_one_host_that_want_the_same_older_version_share_its_way(chain: Chain) -> None:
+    first, second = await of(chain, 2)
+    old, newest = await first.publish(1), await first.publish(5)
+    chain.announce(newest)
+    await chain.until_all_hold(newest)
+    first.slow_s = 0.005
+    fetch = second.follower.fetch
+    with pytest.raises(WeightsError, match="could not be fetched"):
+        await asyncio.gather(fetch(old, 0.05), *(waiting := [asyncio.create_task(fetch(old, 10.0)) for _ in range(2)]))
+    await asyncio.gather(*waiting)
+    assert [hop.name for hop in second.follower.hops] == [newest, old], "though the time of the first to ask was short"
+
+
+async def test_a_fetch_whose_time_ends_while_its_link_closes_has_what_came(chain: Chain) -> None:
+    """And leaves neither an arena nor a pin behind."""
+    first, second = await of(chain, 2)
+    old, newest = await first.publish(1), await first.publish(5)
+    chain.announce(newest)
+    await chain.until_all_hold(newest)
+    transfers: list[Any] = []
+    connect, run = second.transport.connect, second.follower._run
+
+    async def slow_to_close(*args: Any, **options: Any) -> Any:
+        link = await connect(*args, **options)
+        close = link.close
+
+        async def closing() -> None:
+            asyncio.get_running_loop().call_soon(fetching.cancel)
+            await asyncio.sleep(0.1)
+            await close()
+
+        link.close = closing
+        return link
+
+    async def remembered(transfer: Any) -> Any:
+        transfers.append(transfer)
+        return await run(transfer)
+
+    second.transport.connect, second.follower._run = slow_to_close, remembered
+    fetching = asyncio.create_task(second.follower.fetch(old, 5.0))
+    with pytest.raises(asyncio.CancelledError):
+        await fetching
+    assert second.holdings.has(old) and not transfers[0]._leaving
+    second.holdings.validate()
+    assert all(arena.pins == 0 for arena in second.holdings.pool.arenas)
+
+
+async def test_a_version_that_is_coming_as_the_newest_is_waited_for(chain: Chain) -> None:
+    nodes = await of(chain, 2, slow_s=0.005)
+    name = await nodes[0].publish(1)
+    chain.announce(name)
+    await half_way(chain, nodes[1])
+    await nodes[1].follower.fetch(name, 10.0)
+    assert len(nodes[1].follower.hops) == 1
 
 
 async def test_a_version_offered_with_other_bits_will_do(chain: Chain) -> None:

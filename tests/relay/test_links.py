@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece
-from laminar.relay.transport.base import FabricFailed, FindSource, Link
+from laminar.relay.transport.base import FabricFailed, FindSource, Link, LinkBroken
 from laminar.relay.transport.tcp import SocketLink, TcpTransport
 
 Chain = Any
@@ -72,3 +74,60 @@ async def test_a_better_transport_is_taken_until_it_fails(chain: Chain, pieces: 
     hop = nodes[1].follower.hops[-1]
     assert set(hop.peers) == {"r0"} and fabric.connected == 1
     assert len(hop.repairs) == (0 if pieces == 1000 else 1)
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Addresses that every host name has, in the resolver's order."""
+    addresses: list[str] = []
+
+    async def getaddrinfo(self: Any, host: str, port: int, **options: Any) -> list[Any]:
+        return [
+            (socket.AF_INET6 if ":" in a else socket.AF_INET, socket.SOCK_STREAM, 6, "", (a, port)) for a in addresses
+        ]
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    return addresses
+
+
+async def test_each_address_of_a_host_name_is_tried(names: list[str]) -> None:
+    """On networks with both families the resolver names IPv6 first, and a relay at 0.0.0.0 does not listen there."""
+    names[:] = ["127.0.0.1"]
+    transport = TcpTransport(secret=b"s" * 32, run="demo", relay="r0", advertise="both.example")
+
+    async def find(request: Any) -> Any:
+        raise AssertionError("nobody asks")
+
+    endpoint = await transport.listen(find)
+    try:
+        names[:] = ["::1", "127.0.0.2", "127.0.0.1"]
+        link = await transport.connect("r0", endpoint, deadline_s=5.0)
+        await link.close()
+        names[:] = ["::1", "127.0.0.2"]
+        with pytest.raises(LinkBroken, match=r"r0 at both.example:.*::1: .*; 127.0.0.2: Connection refused"):
+            await transport.connect("r0", endpoint, deadline_s=5.0)
+    finally:
+        await transport.close()
+
+
+async def test_an_address_that_does_not_answer_leaves_time_for_the_next(names: list[str]) -> None:
+    names[:] = ["127.0.0.1"]
+    transport = TcpTransport(secret=b"s" * 32, run="demo", relay="r0", advertise="both.example")
+
+    async def find(request: Any) -> Any:
+        raise AssertionError("nobody asks")
+
+    endpoint = await transport.listen(find)
+    loop = asyncio.get_running_loop()
+    connect = loop.sock_connect
+
+    async def swallowed(sock: socket.socket, address: Any) -> None:
+        await (asyncio.sleep(60.0) if address[0] == "192.0.2.1" else connect(sock, address))
+
+    loop.sock_connect = swallowed  # type: ignore[method-assign, assignment]
+    try:
+        names[:] = ["192.0.2.1", "127.0.0.1"]
+        link = await transport.connect("r0", endpoint, deadline_s=1.0)
+        await link.close()
+    finally:
+        await transport.close()

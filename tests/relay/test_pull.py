@@ -112,19 +112,50 @@ def test_a_new_epoch_forgets_old_refusals() -> None:
     assert effects == [Ask("master", (NAME,), held_only=False)]
 
 
-def test_a_peer_that_left_the_chain_is_left_and_one_that_sends_is_kept_wherever_it_stands() -> None:
+def test_a_peer_that_left_the_chain_is_left() -> None:
     pull = receiving("master", "before")
-    assert pull.see(candidates(["master", "me", "before"], "me"), 1.0) == []
     effects = pull.see(candidates(["master", "me"], "me"), 2.0)
     assert effects == [Leave("before"), Ask("master", (NAME,), held_only=False)]
 
 
-def test_a_peer_that_moved_behind_us_and_sends_nothing_is_left() -> None:
-    """It may be waiting for us."""
-    pull, _ = pull_of("master", "before")
-    pull.joined("before", 0.0)
+@pytest.mark.parametrize("sends", [False, True], ids=["sends nothing", "sends"])
+def test_a_peer_that_moved_behind_us_is_left_though_it_sends(sends: bool) -> None:
+    """It may have to wait for us next: each would then wait for the other."""
+    if sends:
+        pull = receiving("master", "before")
+    else:
+        pull, _ = pull_of("master", "before")
+        pull.joined("before", 0.0)
     effects = pull.see(candidates(["master", "me", "before"], "me"), 1.0)
     assert effects == [Leave("before"), Ask("master", (NAME,), held_only=False)]
+
+
+def test_one_that_was_being_tried_and_moved_behind_us_is_asked_anew() -> None:
+    pull, _ = pull_of("before")
+    effects = pull.see(candidates(["me", "before"], "me"), 0.1)
+    assert effects == [Leave("before"), Ask("before", (NAME,), held_only=True)]
+
+
+def test_a_peer_that_holds_the_version_complete_is_kept_wherever_it_stands() -> None:
+    pull = Pull((NAME,))
+    pull.see(candidates(["me", "after"], "me"), 0.0)
+    pull.joined("after", 0.0)
+    pull.answered("after", HEADER, 0.0)
+    pull.reserved(0.0)
+    assert pull.see(candidates(["me", "new", "after"], "me"), 1.0) == []
+    assert pull.phase is Phase.RECEIVING
+
+
+def test_a_peer_that_gives_nothing_any_more_is_left_and_each_time_later() -> None:
+    """It lives, and says so. A piece that takes longer than patience comes through in the end."""
+    pull = receiving("master", "before")
+    pull.arrived("before", Piece(0, 1), 1.0)
+    assert pull.tick(2.0) == [] and pull.wake_at(2.0) == 1.0 + PATIENCE_S
+    effects = pull.tick(1.0 + PATIENCE_S)
+    assert effects == [Leave("before"), Ask("master", (NAME,), held_only=False)]
+    pull.joined("master", 7.0)
+    pull.answered("master", HEADER, 7.0)
+    assert pull.phase is Phase.RECEIVING and pull.wake_at(7.0) == 7.0 + 2 * PATIENCE_S
 
 
 def test_without_an_arena_the_version_is_skipped() -> None:
@@ -243,13 +274,105 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.done == (1 if self.pull.ended else 0)
         assert not self.pull.ended or not self.open, "nothing stays open at the end"
         moment = self.pull.wake_at(self.now)
-        assert moment is None or moment > self.now or self.pull.phase is Phase.ASKING
+        assert moment is None or moment > self.now or self.pull.phase in (Phase.ASKING, Phase.RECEIVING)
         if not self.pull.ended and self.pull._candidates and not self.open:
             assert moment is not None, "a pull that asks nobody wakes up again"
+        if self.pull.phase in (Phase.ASKING, Phase.RECEIVING):
+            assert moment is not None, "nobody is waited for without end"
 
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class Together(RuleBasedStateMachine):
+    """The pulls of some relays, of which each gets from another what that one has by then; only "a" has all from the
+    start. Orders of the chain reach each when they like, and connections break. Nobody dies: so all end complete."""
+
+    names = ("b", "c", "d")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.chain = ["a", *self.names]
+        self.pulls = {name: Pull((NAME,)) for name in self.names}
+        self.asked: dict[tuple[str, str], bool] = {}
+        self.fetching: dict[str, str] = {}
+        for name in self.names:
+            self.told(name)
+
+    def apply(self, me: str, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(relay):
+                    self.asked[me, relay] = effect.held_only
+                case Leave(relay):
+                    self.asked.pop((me, relay), None)
+                    if self.fetching.get(me) == relay:
+                        del self.fetching[me]
+                case Fetch(relay):
+                    self.fetching[me] = relay
+                case Reserve():
+                    self.apply(me, self.pulls[me].reserved(self.now))
+
+    def has(self, relay: str) -> set[int]:
+        missing = self.pulls[relay].missing if relay != "a" else ChunkSet(5)
+        return set(range(5)) - set(missing) if missing is not None else set()
+
+    def complete(self, relay: str) -> bool:
+        return relay == "a" or self.pulls[relay].phase is Phase.COMPLETE
+
+    @rule(order=st.permutations(["b", "c", "d"]))
+    def plan(self, order: list[str]) -> None:
+        self.chain = ["a", *order]
+
+    @rule(me=st.sampled_from(names))
+    def told(self, me: str) -> None:
+        self.apply(me, self.pulls[me].see(candidates(self.chain, me), self.now))
+
+    @rule(me=st.sampled_from(names))
+    def breaks(self, me: str) -> None:
+        if self.pulls[me].peer:
+            self.apply(me, self.pulls[me].failed(self.pulls[me].peer, "reset", self.now))
+
+    @rule(me=st.sampled_from(names))
+    def step(self, me: str) -> None:
+        """What comes next at `me`: a connection, an answer, as `Holdings.find` gives it, or a piece."""
+        pull = self.pulls[me]
+        if pull.phase is Phase.SEEKING:
+            if tried := sorted(pull.tried, key=lambda relay: pull.tried[relay]):
+                self.apply(me, pull.joined(tried[0], self.now))
+        elif pull.phase is Phase.ASKING:
+            peer = pull.peer
+            if self.complete(peer) or (self.pulls[peer].has_arena and not self.asked[me, peer]):
+                self.apply(me, pull.answered(peer, HEADER, self.now))
+            elif self.asked[me, peer]:
+                self.apply(me, pull.failed(peer, "has it not", self.now))
+        elif me in self.fetching:
+            peer = self.fetching[me]
+            if there := sorted(self.has(peer) - self.has(me)):
+                self.apply(me, pull.arrived(peer, Piece(there[0], 1), self.now))
+
+    @rule(seconds=st.sampled_from([0.01, 0.3]))
+    def time(self, seconds: float) -> None:
+        self.now += seconds
+        for me, pull in self.pulls.items():
+            self.apply(me, pull.tick(self.now))
+
+    def teardown(self) -> None:
+        for me in self.names:
+            self.told(me)
+        until = self.now + 4 * PATIENCE_S
+        while self.now < until and not all(map(self.complete, self.names)):
+            for me in self.names:
+                self.step(me)
+            self.time(0.1)
+        stuck = {me: (p.phase, p.peer, p.missing) for me, p in self.pulls.items() if not self.complete(me)}
+        assert not stuck, f"these wait for each other: {stuck}"
+
+
+TestTogether = Together.TestCase
+TestTogether.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 
 def test_candidates_need_not_be_known() -> None:

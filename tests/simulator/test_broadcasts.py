@@ -43,6 +43,11 @@ def test_a_broadcast_is_repaired_by_those_that_received_from_the_dead() -> None:
     assert all(0 < repair.seconds < 1.0 for _, repair in report.repairs)
 
 
+def test_relays_that_join_beside_another_and_those_they_get_from_do_not_wait_for_each_other() -> None:
+    """A newcomer gets from the last of the chain until the plan places it before that one."""
+    sound(broadcast(Case(Who.MASTER, When.MIDWAY, How.JOINED, "tcp", 1, 4)))
+
+
 def test_devices_that_fail_are_gone_round_by_sockets() -> None:
     report = broadcast(Case(Who.MIDDLE, When.MIDWAY, How.DEVICES, "verbs", 1, 0))
     sound(report)
@@ -59,7 +64,7 @@ def test_equal_cases_give_equal_reports() -> None:
 def test_every_combination_is_in_the_matrix_once() -> None:
     matrix = list(cases(0))
     assert len(set(matrix)) == len(matrix)
-    assert Counter(case.transport for case in matrix) == {"tcp": 4 * 4 * 5 * 2, "verbs": 4 * 4 * 6 * 2}
+    assert Counter(case.transport for case in matrix) == {"tcp": 4 * 4 * 6 * 2, "verbs": 4 * 4 * 7 * 2}
 
 
 def test_bytes_that_come_to_a_wrong_place_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

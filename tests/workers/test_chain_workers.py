@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
+import os
 import random
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +28,23 @@ from laminar.buffer.storage import MemoryStorage
 from laminar.clock import SystemClock
 from laminar.config import Config, RelayConfig
 from laminar.errors import ConfigError, StoreError
+from laminar.relay.follower import Follower
+from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
-from laminar.workers.chain import address_within, listening, relay_transports, run_secret
+from laminar.workers.chain import (
+    MAX_HEARD,
+    OFFER_S,
+    ChainMember,
+    address_within,
+    listening,
+    relay_transports,
+    run_secret,
+)
 from laminar.workers.context import Member, Run, joined
 from laminar.workers.machine import Machine, this_machine
 from laminar.workers.managing.chain_planning import elected, planned
 from laminar.workers.mirror import Mirror
-from laminar.workers.relay import relay_main, serve_weights
+from laminar.workers.relay import relay_main, remove_stale, serve_weights, socket_path
 from laminar.workers.training.publishing import Publisher
 from laminar.workers.viewing.relay_status import ChainStatus, read_chain, render_chain
 from laminar.workers.weights import find_weights
@@ -242,6 +256,71 @@ async def test_an_older_version_of_another_host_is_fetched_for_whoever_needs_it(
     assert source is not None and source.version == 1
     assert getattr(source, "socket", "") == record.endpoint.removeprefix("unix:")
     assert await find_weights(cluster.run(), relays, 0) is None
+
+
+class HandClock(SystemClock):
+    """Moved by the test."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+async def follows(cluster: Cluster) -> AsyncIterator[ChainMember]:
+    """The part of a relay that follows etcd, beside an empty relay."""
+    run = dataclasses.replace(cluster.run(), clock=HandClock())
+    holdings = Holdings(chunk_bytes=1 << 20, retain=2)
+    async with joined(cluster.run(), "relay") as member:
+        yield ChainMember(run, member, holdings, Follower(holdings, {}, "r0", "host"))
+    await holdings.stop()
+
+
+async def test_bits_that_drifted_are_kept_until_their_offer_is_seen(follows: ChainMember) -> None:
+    """They are sealed first and offered then; what was never published is let go of."""
+    holdings, clock = follows.holdings, follows.clock
+    assert isinstance(clock, HandClock)
+    arena = await holdings.reserve(LAYOUT)
+    assert arena is not None
+    info = await holdings.seal(arena, LAYOUT, 4)
+    head = WeightsHead(version=4, digest="d", layout_digest="", bytes=1, master="")
+    follows._published(head)
+    clock.now += 0.9 * OFFER_S
+    follows._published(head)
+    assert holdings.newest == info
+    follows.offers.items[f"{KEYS.offers_of(4)}{info.digest}"] = KeyValue("", "{}", 1, 1)
+    clock.now += OFFER_S
+    follows._published(head)
+    assert holdings.newest == info
+    follows.offers.items.clear()
+    for _ in range(2):
+        follows._published(head)
+        clock.now += OFFER_S
+    assert holdings.newest is None
+
+
+async def test_a_relay_forgets_when_it_heard_of_old_versions(follows: ChainMember) -> None:
+    """The master has no hop of its own, after which it would."""
+    for version in range(3 * MAX_HEARD):
+        follows._hear(version)
+    assert sorted(follows._heard) == list(range(2 * MAX_HEARD, 3 * MAX_HEARD))
+
+
+def test_sockets_of_relays_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laminar.workers.relay.socket_folder", lambda: tmp_path)
+    dead, living, young, others = (socket_path(run) for run in ("run", "run", "run", "other"))
+    sockets = {path: socket.socket(socket.AF_UNIX) for path in (dead, living, young, others)}
+    for path, sock in sockets.items():
+        sock.bind(str(path))
+        if path == living:
+            sock.listen()
+        if path != young:
+            os.utime(path, (0, 0))
+    remove_stale("run")
+    assert sorted(tmp_path.iterdir()) == sorted([living, young, others])
+    for sock in sockets.values():
+        sock.close()
 
 
 async def test_the_secret_is_made_once_and_shown_nowhere(cluster: Cluster) -> None:

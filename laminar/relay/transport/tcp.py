@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -102,10 +103,8 @@ class TcpTransport:
         peer = f"{relay} at {endpoint}"
         try:
             async with asyncio.timeout(deadline_s):
-                family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-                sock = _stream_socket(family)
+                sock = await _reach(host, port, loop.time() + deadline_s)
                 try:
-                    await loop.sock_connect(sock, address)
                     channel = FrameChannel(sock, peer=peer, stall_s=self._stall_s)
                     asker = Asker(Identity(self._secret, self._run, relay))
                     proof = asker.prove(await channel.exactly(GREETING.size))
@@ -343,6 +342,30 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 def join_endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _reach(host: str, port: int, until: float) -> socket.socket:
+    """A connection to the first address of `host` that takes one: a name may have addresses of a family at which the
+    relay does not listen. Each has an equal share of the time left until `until`. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    problems: dict[str, OSError] = {}
+    for i, (family, _, _, _, address) in enumerate(found):
+        try:
+            sock = _stream_socket(family)
+            try:
+                async with asyncio.timeout((until - loop.time()) / (len(found) - i)):
+                    await loop.sock_connect(sock, address)
+                return sock
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as e:
+            problems[str(address[0])] = e
+    if len(problems) == 1:
+        raise next(iter(problems.values()))
+    told = {address: os.strerror(e.errno) if e.errno else "no answer" for address, e in problems.items()}
+    raise OSError("; ".join(f"{address}: {problem}" for address, problem in told.items()))
 
 
 def _stream_socket(family: int) -> socket.socket:

@@ -142,7 +142,8 @@ class VerbsTransport(TcpTransport):
         try:
             try:
                 work = _write_all(pair, source, wanted, grain, regions, target)
-                await alive(channel, guarded(hearing, work))
+                complaint = f"{channel.peer} is done, but not all pieces were written"
+                await alive(channel, guarded(hearing, work, complaint))
             except LinkBroken:
                 raise
             except WeightsError as e:
@@ -232,11 +233,9 @@ class Incoming:
         """The first chunk of the piece that came next. Raises what the peer told, or the device."""
         if self._pair.arrived:
             return self._pair.arrived.popleft()
-        if self._hearing.done() and self._hearing.exception() is None:
-            # All was acknowledged by our device, whose completions are seen a little later.
-            async with _deadline(f"{self._channel.peer} is done, but not all pieces came"):
-                return await self._pair.arrival()
-        return await guarded(self._hearing, self._pair.arrival())
+        # All was acknowledged by our device when the peer is done; its completions are seen a little later.
+        complaint = f"{self._channel.peer} is done, but not all pieces came"
+        return await guarded(self._hearing, self._pair.arrival(), complaint)
 
     def used_one(self) -> None:
         """A piece was used: there is room for another."""
@@ -317,16 +316,17 @@ async def _hear_credits(channel: FrameChannel, pair: QueuePair) -> None:
         pair.grant(count)
 
 
-async def guarded(guard: asyncio.Task[None], work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if `guard` fails first."""
+async def guarded(guard: asyncio.Task[None], work: Awaitable[T], complaint: str) -> T:
+    """The result of `work`, which is cancelled if `guard` fails first. Raises LinkBroken with `complaint` if it does
+    not come within `LAST_WORDS_S` of the guard's good end."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait([task, guard], return_when=asyncio.FIRST_COMPLETED)
         if not task.done() and guard.exception() is None:
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=LAST_WORDS_S)
         if task.done():
             return task.result()
-        raise guard.exception() or AssertionError("the guard ended without a reason")
+        raise guard.exception() or LinkBroken(f"{complaint} within {LAST_WORDS_S:.0f} s")
     finally:
         if not task.done():
             task.cancel()

@@ -17,9 +17,11 @@ from laminar.buffer.storage import Storage, open_storage
 from laminar.clock import Clock
 from laminar.config import FROZEN, Config
 from laminar.errors import ConfigError
+from laminar.relay.layout import Layout
+from laminar.relay.memory import SPARE, check_memory
 from laminar.workers.environments.host import EnvironmentHost
 from laminar.workers.environments.sources import PromptSet, load_prompts
-from laminar.workers.models import fingerprint, resolve_model
+from laminar.workers.models import fingerprint, resolve_model, tensor_shapes
 from laminar.workers.pools import prompt_of
 from laminar.workers.rollouts.conversation import Conversation, load_tokenizer
 
@@ -62,6 +64,7 @@ async def plan_run(config: Config) -> Plan:
     await _check_space(storage)
     existing = await read_run(storage) if await storage.exists(PATH) else None
     folder = await asyncio.to_thread(resolve_model, config.model.path)
+    await asyncio.to_thread(_check_memory, config, folder)
     prompts = await asyncio.to_thread(load_prompts, config.prompts, config.evaluation, reward=_scoring_reward(config))
     train, held_out, note = await _fitting(config, folder, prompts)
     model = await asyncio.to_thread(fingerprint, folder)
@@ -77,6 +80,13 @@ async def plan_run(config: Config) -> Plan:
     if existing is not None:
         compare_for_resume(existing, config.model_dump(mode="json"), fingerprints, FROZEN, step=0)
     return plan
+
+
+def _check_memory(config: Config, folder: Path) -> None:
+    """Raises ConfigError if this host cannot hold the versions that its relay keeps."""
+    shapes = tensor_shapes(folder)
+    layout = Layout.from_tensors({name: (config.model.dtype, shape) for name, shape in shapes.items()})
+    check_memory(layout.total_bytes, retain=config.relay.retain, spare=SPARE)
 
 
 def _scoring_reward(config: Config) -> str:

@@ -43,7 +43,7 @@ from laminar.workers.machine import Machine
 from laminar.workers.relay import relay_main
 from laminar.workers.rollouts.equipment import Equipment
 from laminar.workers.rollouts.rollout_lives import rollout_main
-from laminar.workers.trainer import trainer_main
+from laminar.workers.training.trainer_lives import trainer_main
 
 RUN = "simulated"
 HOST = "sim"

@@ -109,7 +109,7 @@ async def _trainer(run: Run) -> None:
     from laminar.workers.learning import create_learner
     from laminar.workers.metrics import MetricSinks
     from laminar.workers.tables import open_table
-    from laminar.workers.trainer import trainer_main
+    from laminar.workers.training.trainer_lives import trainer_main
 
     config = run.config
     sinks = MetricSinks(run.storage.absolute(""), config.logging, run=config.run.name, run_id=run.file.store_id)

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, field
-from typing import Any
 
 import pyarrow as pa
 
 from laminar.buffer.coordination import Put
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead, TrainerProgress
+from laminar.buffer.records import Cursor, EvaluationRequest, TrainerHead
 from laminar.buffer.sampler import REMAINDER, Selection, select, to_retire
 from laminar.buffer.schema import EXPERIENCE
-from laminar.buffer.session import Election, Leadership
-from laminar.buffer.space import disk_full
+from laminar.buffer.session import Leadership
 from laminar.buffer.steps import DecidedBatch, StepLog, batch_rows
-from laminar.buffer.storage import StorageFull
 from laminar.buffer.table import Table
 from laminar.errors import Fenced, LaminarError, StoreError, WeightsError
 from laminar.workers.checkpoints import load_newest, prune_checkpoints, save_checkpoint
@@ -34,8 +30,8 @@ from laminar.workers.learning.base import Learner
 from laminar.workers.metrics import MetricSinks
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.patience import patient, patiently
-from laminar.workers.tasks import until_first
 from laminar.workers.training.intake import FreshTrajectories, Intake
+from laminar.workers.training.progress import Progress
 from laminar.workers.training.publishing import Publisher, Staged
 from laminar.workers.training.step_metrics import all_truncated, step_metrics, step_rows
 from laminar.workers.training.stepping import TrainedStep, train_decided
@@ -47,26 +43,7 @@ EVALUATION_WAIT_S = 600.0
 COMPARE_EVERY = 5
 """Steps between two comparisons of the engine's logprobs with the trainer's on fresh trajectories."""
 REPORT_INTERVAL_S = 1.0
-REWARDS_TOLD = 10
 EMPTY = pa.Table.from_batches([], schema=EXPERIENCE)
-
-
-@dataclass
-class Progress:
-    """What the displays show. `rewards` holds the last ten steps; `metrics` are those of the newest; `truncated` and
-    `barren` are warnings, or empty."""
-
-    activity: str = "starting"
-    metrics: dict[str, float | None] = field(default_factory=dict)
-    rewards: dict[int, float | None] = field(default_factory=dict)
-    truncated: str = ""
-    barren: str = ""
-    bell: Bell = field(default_factory=Bell)
-
-    def trained(self, step: int, metrics: dict[str, float | None]) -> None:
-        self.metrics = metrics
-        self.rewards = {**dict(sorted(self.rewards.items())[1 - REWARDS_TOLD :]), step: metrics.get("reward_mean")}
-        self.bell.ring()
 
 
 class Trainer:
@@ -371,46 +348,10 @@ class Trainer:
         key, progress = self.run_info.keys.load("trainer", self.member.id), self.progress
         while True:
             head, _ = await self.steps.head()
-            record = TrainerProgress(
-                step=head.step, activity=progress.activity, metrics=progress.metrics, rewards=progress.rewards,
-                warnings=[warning for warning in (progress.truncated, progress.barren) if warning],
-            )  # fmt: skip
+            record = progress.record(head.step)
             await self.run_info.coordination.put(key, record.dump(), lease=self.member.session.lease)
             await progress.bell.wait(REPORT_INTERVAL_S)
 
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-async def trainer_main(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
-    """Load the model, campaign for the leadership, then train until the run is done: who stands by is ready to train
-    when it is elected."""
-    learner = await asyncio.to_thread(make_learner)
-    election = Election(run.coordination, member.session, run.keys.leader("trainer"), member.id)
-    leadership = await election.campaign()
-    log.info("%s leads the training", member.id)
-    trainer = Trainer(run, member, leadership, learner, experience, sinks)
-    await until_first(
-        _run_or_fail(trainer),
-        trainer.report(),
-        trainer.publisher.keeper.run(),
-        member.until_lost(),
-        _replaced(member, leadership),
-    )
-
-
-async def _run_or_fail(trainer: Trainer) -> None:
-    """A disk that stayed full ends the run: started again and again, trainers would each wait as long."""
-    try:
-        await trainer.run()
-    except StorageFull as e:
-        storage = trainer.run_info.storage
-        reason = disk_full(storage.absolute("")) if storage.local else f"{e}; free space and run the same command again"
-        await trainer.steps.change_head(state="failed", reason=reason)
-        raise
-
-
-async def _replaced(member: Member, leadership: Leadership) -> None:
-    await leadership.lost.wait()
-    raise Fenced(f"{member.id} no longer leads the training")

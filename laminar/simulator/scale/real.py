@@ -36,7 +36,7 @@ from laminar.simulator.scale.real_engine import (
 from laminar.workers.context import Run, joined
 from laminar.workers.rollouts.equipment import Equipment
 from laminar.workers.rollouts.rollout_lives import rollout_main
-from laminar.workers.trainer import trainer_main
+from laminar.workers.training.trainer_lives import trainer_main
 
 LOOK_S = 0.1
 """How often it is looked for a new version."""

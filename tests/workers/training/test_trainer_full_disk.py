@@ -10,7 +10,7 @@ import pytest
 
 from laminar.buffer.storage import LocalStorage, StorageFull
 from laminar.workers import patience
-from laminar.workers.trainer import _run_or_fail
+from laminar.workers.training.trainer_lives import run_or_fail
 
 MakeWorld = Callable[..., Awaitable[Any]]
 
@@ -39,7 +39,7 @@ async def test_each_kind_of_write_waits_and_nothing_is_lost(make_world: MakeWorl
     await (await undisturbed.life()).trainer.run()
     world = await make_world()
     full.update({"batches/": 7, "incoming/steps/": 3, "incoming/step_metrics/": 4})
-    await _run_or_fail((await world.life()).trainer)
+    await run_or_fail((await world.life()).trainer)
     assert set(full.values()) == {0} and world.head().state == "done" and len(world.decisions()) == 5
     assert await world.digests() == await undisturbed.digests()
 
@@ -52,7 +52,7 @@ async def test_at_the_end_of_its_patience_the_run_has_failed_with_what_to_do(
     full["incoming/steps/"] = 10_000
     life.trainer.steps.storage._wait_s = 0.05
     with pytest.raises(StorageFull):
-        await _run_or_fail(life.trainer)
+        await run_or_fail(life.trainer)
     head = world.head()
     assert head.state == "failed"
     assert head.reason.startswith(f"disk is full at {world.root / 'store'}: ")

@@ -67,7 +67,6 @@ class Loader:
             await r.clock.sleep(r.ledger.jitter(0.5))
             return True
         self.failures = 0
-        r.digest = source.digest
         log.info("loaded version %d (%s)", source.version, source.digest[:12])
         return True
 
@@ -87,7 +86,7 @@ class Loader:
                     return False
                 await self._load(source)
                 for t in halted:
-                    t.version, t.digest = r.engine.version, r.digest
+                    t.version, t.digest = r.engine.version, r.engine.digest
             finally:
                 r.halting.go_on([t for t in halted if t.id in r.live])
         return True

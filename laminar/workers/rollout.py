@@ -132,7 +132,7 @@ class Rollout:
         return self.rest.only is not None
 
     def draining(self) -> bool:
-        return self._view([]).draining
+        return self.view([]).draining
 
     async def waiting(self) -> list[Held]:
         """The claims in this worker's inbox, in the order of drawing."""
@@ -147,7 +147,8 @@ class Rollout:
                 result.append(held)
         return result
 
-    def _view(self, waiting: list[Held]) -> View:
+    def view(self, waiting: list[Held]) -> View:
+        """What steering decides by; `waiting` is what came to the inbox, in the order of drawing."""
         published = self.published()
         room = self.capacity - len(self.live)
         return View(
@@ -198,7 +199,7 @@ class Rollout:
                 more=not (self.stopping or self.resting),
             )
             waiting = await self.waiting() if self.inbox.items else []
-            view = self._view(waiting)
+            view = self.view(waiting)
             action = steer(view)
             progressed = await self._do(action, waiting, view)
             if not progressed:

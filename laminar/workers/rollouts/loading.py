@@ -42,12 +42,14 @@ class Loader:
 
     async def _gave_notice(self) -> bool:
         """Tell that this version is about to go. Whoever hands something over compares the report that this replaces:
-        what is not in the inbox by now is refused."""
+        what is not in the inbox by now is refused. What has come since steering decided, while the weights were looked
+        for, can go on under this version, so steering decides anew."""
         r = self.rollout
         r.switching = True
         await r.reporter.write()
         arrived = (await r.run_info.coordination.range(r.run_info.keys.inbox(r.member.id))).items
-        if all(kv.key in r.inbox.items for kv in arrived):
+        seen = all(kv.key in r.inbox.items for kv in arrived)
+        if seen and not r.view(await r.waiting()).adoptable:
             return True
         r.switching = False
         log.info("%d trajectories came before version %d was given up", len(arrived), r.engine.version)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 
 from laminar.errors import Fenced, LeaseLost
 
@@ -144,6 +145,35 @@ async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld, undistu
     await (await world.life(checkpoint_every=100)).trainer.run()
     assert await world.digests() == undisturbed
     await trained_once(world)
+
+
+async def test_a_version_that_was_sealed_and_not_announced_is_published_with_other_bits(make_world: MakeWorld) -> None:
+    """Without deterministic kernels a replay gives other bits than those that the dead trainer left in the relay."""
+    world = await make_world()
+    life = await world.life()
+    STAGES["publishing: sealed, not announced"](life)
+    with pytest.raises(Killed):
+        await life.trainer.run()
+        await life.trainer._settle()
+    await life.kill()
+    left = world.relay.holdings.newest
+
+    second = await world.life()
+    real, drifted = second.trainer.learner.train, []
+
+    def train(*args: Any) -> Any:
+        result = real(*args)
+        if second.trainer.learner.version == left.version:
+            drifted.append(left.version)
+            with torch.no_grad():
+                next(iter(second.trainer.learner._masters.values())).mul_(1.5)
+        return result
+
+    second.trainer.learner.train = train
+    await second.trainer.run()
+    digests = await world.digests()
+    assert drifted == [left.version] and digests[left.version] not in ("", left.digest)
+    assert all(digests.values()) and world.head().state == "done"
 
 
 # -- other settings ---------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ class Picture:
     steps: Sequence[Mapping[str, Any]] = ()
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
-    offered: set[str] = field(default_factory=set)
-    """Digests of versions that were made available again after their publication."""
+    offered: dict[int, set[str]] = field(default_factory=dict)
+    """Digests under which each version was made available again after its publication."""
     behind: list[str] = field(default_factory=list)
     """What the store has and etcd does not know."""
 
@@ -92,7 +92,9 @@ async def gather(
     picture.cursor = Cursor.parse(cursor).next if cursor else 0
     picture.head = TrainerHead.parse(head) if head else None
     picture.weights = WeightsHead.parse(weights) if weights else None
-    picture.offered = {k.rsplit("/", 1)[-1] for k in under(keys.offers)}
+    for key in under(keys.offers):
+        version, _, digest = key.removeprefix(keys.offers).partition("/")
+        picture.offered.setdefault(int(version), set()).add(digest)
     picture.claims = [Held.of(by_key[k]) for k in under(keys.claims)]
     living = {k.rsplit("/", 1)[-1] for k in under(keys.workers_root)}
     table_head = one(keys.head("experience"))
@@ -114,7 +116,8 @@ async def gather(
     in_etcd = [BatchDecision.parse(by_key[k].value) for k in under(keys.batches)]
     closings = await read_closings(storage, {k: by_key[k].value for k in under(keys.closings)})
     archived = await read_archive(storage)
-    picture.offered |= {digest for step in archived for digest in step.offered}
+    for step in archived:
+        picture.offered.setdefault(step.decision.step, set()).update(step.offered)
     in_etcd_too = {d.step for d in in_etcd}
     old = [s.decision for s in archived if s.decision.step not in in_etcd_too]
     await _gather_batches(storage, [*old, *in_etcd, *closings], picture)
@@ -218,9 +221,7 @@ def _exactly_once(p: Picture) -> list[str]:
 def _trajectories(p: Picture) -> list[str]:
     """Invariants 2 and 3: one contiguous sequence, every policy token with a version and a finite logprob."""
     problems: list[str] = []
-    digests = {m["digest"][:16] for m in p.metrics if m["digest"]} | {d[:16] for d in p.offered}
-    if p.weights:
-        digests.add(p.weights.digest[:16])
+    digests = _digests(p)
     for row in p.experience:
         name = f"({row['group']}, {row['sample']})"
         tokens, mask, logprobs = row["token_ids"], row["policy_mask"], row["logprobs"]
@@ -234,13 +235,36 @@ def _trajectories(p: Picture) -> list[str]:
             problems.append(f"invariant 2: {name} has policy tokens outside its spans {starts}")
         if not len(starts) == len(versions) == len(row["span_worker"]) == len(row["span_digest"]):
             problems.append(f"invariant 2: {name} has span columns of different lengths")
-        if strange := [d for d in row["span_digest"] if d[:16] not in digests]:
-            problems.append(f"invariant 2: {name} was written by weights that were never published: {strange[0][:16]}")
+        problems += _weights(row, name, digests, p.weights.version if p.weights else -1)
         if len(set(versions)) > 1 and p.on_version_lost != "continue" and p.update == "drain":
             problems.append(f"invariant 3: {name} has spans of versions {sorted(set(versions))}")
         if (row["reward"] is None) != (row["status"] != "ok"):
             problems.append(f"invariant 2: {name} has status {row['status']!r} and reward {row['reward']}")
     return problems
+
+
+def _digests(p: Picture) -> dict[int, set[str]]:
+    """The prefixes that spans of each version may carry."""
+    digests: dict[int, set[str]] = {}
+    named = [(m["version"], m["digest"]) for m in p.metrics if m["digest"]]
+    named += [(version, digest) for version, offered in p.offered.items() for digest in offered]
+    if p.weights:
+        named.append((p.weights.version, p.weights.digest))
+    for version, digest in named:
+        digests.setdefault(version, set()).add(digest[:16])
+    return digests
+
+
+def _weights(row: Mapping[str, Any], name: str, digests: Mapping[int, set[str]], newest: int) -> list[str]:
+    """Invariant 2: what spans say of the weights that wrote them. Versions after `newest` are another problem."""
+    published = set[str]().union(*digests.values())
+    for version, digest in zip(row["span_version"], row["span_digest"], strict=False):
+        if digest[:16] not in published:
+            return [f"invariant 2: {name} was written by weights that were never published: {digest[:16]}"]
+        if version <= newest and digest[:16] not in digests.get(version, ()):
+            of = sorted(v for v, known in digests.items() if digest[:16] in known)
+            return [f"invariant 2: {name} has a span of version {version} with the digest of version {of[0]}"]
+    return []
 
 
 def _batches(p: Picture) -> list[str]:

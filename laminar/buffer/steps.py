@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from laminar.buffer.session import transact_or_read_back
 from laminar.buffer.storage import AlreadyExists, NotFound, Storage
 from laminar.buffer.table import Table
 from laminar.errors import CorruptSegment, StoreError
+
+log = logging.getLogger(__name__)
 
 BATCH = EXPERIENCE.append(pa.field("use", pa.string()))
 CLOSING = re.compile(r"batches/closing-(\d+)(?:-\d+)?\.json")
@@ -207,6 +210,24 @@ class StepLog:
         if not head.initial:
             row = _metrics_row(-1, 0, digest, {}, at_us)
             await self.change_head([await self._register("step_metrics", -1, boot, [row]), *also], initial=True)
+
+    async def digests(self, metrics: Table) -> dict[int, str]:
+        """The digest under which each recorded version was published; `metrics` is the committed `step_metrics`. A
+        version that was not published is left out, and so is a row that cannot be read before it is committed."""
+        rows: list[dict[str, Any]] = []
+        # Registered first: what is committed meanwhile is in the table then.
+        for kv in (await self.coordination.range(self.keys.incoming_table("step_metrics"))).items:
+            try:
+                data = await self.storage.read(Incoming.parse(kv.value).path)
+                batches = read_segment(data, TABLES["step_metrics"], complete=True).batches
+            except NotFound:
+                continue
+            except CorruptSegment as e:
+                log.warning("the digest in %s is not known: %s", kv.key, e)
+                continue
+            rows += [row for batch in batches for row in batch.to_pylist()]
+        rows += (await metrics.read(columns=["version", "digest"])).to_pylist()
+        return {row["version"]: row["digest"] for row in rows if row["digest"]}
 
     async def _register(self, table: str, step: int, boot: str, rows: Sequence[dict[str, Any]]) -> Put:
         schema = TABLES[table]

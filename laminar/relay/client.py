@@ -222,8 +222,8 @@ class AsyncRelayClient:
     async def reserve(self, layout: Layout) -> WritableArena | None:
         return await asyncio.to_thread(self.connection.reserve, layout)
 
-    async def seal(self, arena: WritableArena, version: int) -> VersionInfo:
-        return await asyncio.to_thread(arena.seal, version)
+    async def seal(self, arena: WritableArena, version: int, *, replaces: str = "") -> VersionInfo:
+        return await asyncio.to_thread(arena.seal, version, replaces=replaces)
 
     async def open(self, version: int | None = None) -> MappedVersion:
         return await asyncio.to_thread(self.connection.open, version)

@@ -122,11 +122,14 @@ class Holdings:
         """Give back an arena that was reserved and will not be sealed."""
         self.pool.release(arena)
 
-    async def seal(self, arena: Arena, layout: Layout, version: int, *, expected: str | None = None) -> VersionInfo:
+    async def seal(
+        self, arena: Arena, layout: Layout, version: int, *, expected: str | None = None, replaces: str = ""
+    ) -> VersionInfo:
         """Turn a filled arena into a version. Raises WeightsError, and gives the arena back, if it is still mapped by
         its writer, if its digest is not `expected`, or if the version is held with other bytes. The same bytes again
-        are welcome. Survives the cancellation of its caller."""
-        return await asyncio.shield(self._spawn(self._seal(arena, layout, version, expected)))
+        are welcome, and bytes of digest `replaces`, which were never published, give way. Survives the cancellation of
+        its caller."""
+        return await asyncio.shield(self._spawn(self._seal(arena, layout, version, expected, replaces)))
 
     # -- from other relays --------------------------------------------------------------------------------------
 
@@ -188,7 +191,7 @@ class Holdings:
     def discard(self, version: int) -> None:
         """Let go of a version that was never published under the digest it has here."""
         held = self._held.pop(version)
-        log.warning("released version=%s: it was published with another digest", held.name)
+        log.warning("released version=%s: it was never published with this digest", held.name)
         self.pool.release(held.arena)
 
     def has(self, name: VersionName) -> bool:
@@ -274,7 +277,9 @@ class Holdings:
         assert len(self.pool.arenas) <= self.pool.limit
         assert all(v == h.info.version and h.info.bytes <= h.arena.capacity for v, h in self._held.items())
 
-    async def _seal(self, arena: Arena, layout: Layout, version: int, expected: str | None) -> VersionInfo:
+    async def _seal(
+        self, arena: Arena, layout: Layout, version: int, expected: str | None, replaces: str
+    ) -> VersionInfo:
         try:
             await self._writer_gone(arena, version)
             sums = await asyncio.to_thread(self._finish, arena, layout)
@@ -282,6 +287,9 @@ class Holdings:
             if expected is not None and info.digest != expected:
                 raise WeightsError(f"version {version} came in as {info.digest[:12]}, promised was {expected[:12]}")
             known = self._held.get(version)
+            if known is not None and known.info != info and known.info.digest == replaces:
+                self.discard(version)
+                known = None
             if known is not None and known.info != info:
                 raise WeightsError(
                     f"version {version} is held with digest {known.info.digest[:12]}; {info.digest[:12]} is refused: "

@@ -10,7 +10,7 @@ the first byte of the frame that announces it. Each request gets one reply: {"ok
     reserve   layout, writers            reserved: true, ticket + writable fd | false, reason
     join      ticket                     layout_digest + writable fd  (of an arena reserved for several writers)
     wrote     bytes                      -   (by one that joined; its mapping is closed)
-    seal      version, bytes             version   (the arena reserved on this connection; its mapping is closed)
+    seal      version, bytes, replaces   version   (the arena reserved on this connection; its mapping is closed)
     open      version or null: newest    version, layout, chunk_bytes + read-only fd
     wait      newer_than, timeout        version or null
     retain    versions                   -

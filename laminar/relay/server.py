@@ -305,7 +305,8 @@ class Session:
             self._holdings.record_error(f"version {version}: {e}")
             raise
         reservation = self._end_reservation()
-        info = await self._holdings.seal(reservation.arena, reservation.layout, version)
+        replaces = text({"replaces": "", **request}, "replaces", 128)
+        info = await self._holdings.seal(reservation.arena, reservation.layout, version, replaces=replaces)
         await self._reply(version=info.to_json())
 
     async def _open(self, request: Message) -> None:

@@ -69,9 +69,10 @@ class WritableArena(FilledArena):
         super().__init__(layout, mapping, wire, timeout)
         self.ticket = ticket
 
-    def seal(self, version: int, *, wrote: int = 0) -> VersionInfo:
+    def seal(self, version: int, *, wrote: int = 0, replaces: str = "") -> VersionInfo:
         """Close the mapping, so that the bytes are final, and make them `version`. If there are other writers, this one
-        `wrote` so many bytes, and the relay waits for them.
+        `wrote` so many bytes, and the relay waits for them. What is held under this number with the digest
+        `replaces` was never published, and gives way.
 
         Raises WeightsError if views of `buffer` are still alive (nothing is lost: drop them and seal again), if the
         relay holds the version with other bytes, or if another writer died, or all together did not write the whole.
@@ -79,7 +80,8 @@ class WritableArena(FilledArena):
         self._unmap()
         try:
             timeout = self._timeout + WRITERS_S + self.layout.total_bytes / SLOWEST_BYTES
-            reply, _ = self._wire.call({"command": "seal", "version": version, "bytes": wrote}, timeout)
+            request = {"command": "seal", "version": version, "bytes": wrote, "replaces": replaces}
+            reply, _ = self._wire.call(request, timeout)
             return VersionInfo.from_json(reply["version"])
         finally:
             self._wire.close()

@@ -297,9 +297,10 @@ class Cluster:
 
     async def _trainer(self, slot: Slot, process: SimProcess, run: Run) -> None:
         assert slot.storage is not None
-        table = TablePort(process, self.tables["experience"], slot.storage, self.unanswered)
+        names = ("experience", "step_metrics")
+        tables = {n: TablePort(process, self.tables[n], slot.storage, self.unanswered) for n in names}
         async with joined(run, "trainer") as member:
-            await trainer_main(run, member, lambda: SimLearner(self.states), table, cast(Any, SilentSinks()))
+            await trainer_main(run, member, lambda: SimLearner(self.states), tables, cast(Any, SilentSinks()))
 
 
 class SimChild:

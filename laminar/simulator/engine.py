@@ -55,6 +55,7 @@ class SimEngine:
         self.failing = False
         self._version = -1
         self._digest = ""
+        self._loading = asyncio.Lock()
         self._running: dict[str, int] = {}
         self._aborted: set[str] = set()
 
@@ -66,18 +67,36 @@ class SimEngine:
         self._running.clear()
 
     async def load(self, source: WeightSource) -> None:
+        # As with the real engines, a load goes on though nobody waits for it any more.
+        await asyncio.shield(asyncio.create_task(self._load(source)))
+
+    async def _load(self, source: WeightSource) -> None:
+        async with self._loading:
+            await self._replace_weights(source)
+
+    async def _replace_weights(self, source: WeightSource) -> None:
         if not isinstance(source, RelayWeights):
             raise WeightsError(f"version {source.version} lies in a folder, which the simulation does not have")
         info, layout, data = await SimRelayAccess(self.process, source.socket, self.switchboard).read(source.version)
         if info.digest != source.digest:
             raise WeightsError(f"version {source.version} is {info.digest[:12]}, promised was {source.digest[:12]}")
         verify(memoryview(data), layout, CHUNK_BYTES, source.digest)
-        await asyncio.sleep(self.source.uniform(0.01, 0.1))
+        chance = self.source.random()
+        # Large weights take seconds, in which a lease can be lost.
+        await asyncio.sleep(0.01 + 0.1 * chance if chance < 0.9 else 30 * (chance - 0.85))
         self._version, self._digest = source.version, source.digest
 
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    async def settled(self) -> None:
+        async with self._loading:
+            return
 
     async def generate(
         self,

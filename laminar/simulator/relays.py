@@ -119,12 +119,12 @@ class SimRelayAccess:
 
         return await self._call(reserve)
 
-    async def seal(self, arena: SimArena, version: int) -> VersionInfo:
+    async def seal(self, arena: SimArena, version: int, *, replaces: str = "") -> VersionInfo:
         async def seal(relay: SimWeights) -> VersionInfo:
             if arena.release in self.process.on_death:
                 self.process.on_death.remove(arena.release)
             arena.arena.buffer(arena.layout.total_bytes)[:] = arena.buffer
-            return await relay.holdings.seal(arena.arena, arena.layout, version)
+            return await relay.holdings.seal(arena.arena, arena.layout, version, replaces=replaces)
 
         return await self._call(seal)
 

@@ -124,8 +124,9 @@ async def _trainer(run: Run) -> None:
     sinks = MetricSinks(run.storage.absolute(""), config.logging, run=config.run.name, run_id=run.file.store_id)
 
     make_learner = partial(create_learner, config, Path(run.file.model_folder))
+    tables = {name: open_table(run.storage, name) for name in ("experience", "step_metrics")}
     try:
         async with joined(run, "trainer") as member:
-            await trainer_main(run, member, make_learner, open_table(run.storage, "experience"), sinks)
+            await trainer_main(run, member, make_learner, tables, sinks)
     finally:
         await asyncio.to_thread(sinks.close)

@@ -49,8 +49,7 @@ STEER_INTERVAL_S = 1.0
 class Rollout:
     """One life of a rollout worker under one lease."""
 
-    def __init__(self, run: Run, member: Member, equipment: Equipment, digest: str = "") -> None:
-        """`digest`: of the version that the engine holds from an earlier life, if it does."""
+    def __init__(self, run: Run, member: Member, equipment: Equipment) -> None:
         self.run_info = run
         self.member = member
         self.equipment = equipment
@@ -60,7 +59,6 @@ class Rollout:
         self.ledger: Ledger = member.ledger
         self.live: dict[tuple[int, int], Trajectory] = {}
         self.tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self.digest = digest
         self.capacity = min(self.config.rollout.max_running, equipment.capacity.max_running)
         self.stopping = False
         self.switching = False
@@ -98,6 +96,8 @@ class Rollout:
     async def serve(self) -> None:
         """Until the run is done. Raises LeaseLost or Fenced when this life is over, EngineError when the engine is,
         ConfigChanged when the whole worker must begin anew."""
+        # A load that the life before began may go on: what is drawn before its end would be labelled wrongly.
+        await self.engine.settled()
         async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays, self.rest:
             try:
                 await until_first(
@@ -134,7 +134,7 @@ class Rollout:
         return self.rest.only is not None
 
     def draining(self) -> bool:
-        return self._view([]).draining
+        return self.view([]).draining
 
     async def waiting(self) -> list[Held]:
         """The claims in this worker's inbox, in the order of drawing."""
@@ -149,7 +149,8 @@ class Rollout:
                 result.append(held)
         return result
 
-    def _view(self, waiting: list[Held]) -> View:
+    def view(self, waiting: list[Held]) -> View:
+        """What steering decides by; `waiting` is what came to the inbox, in the order of drawing."""
         published = self.published()
         room = self.capacity - len(self.live)
         return View(
@@ -200,7 +201,7 @@ class Rollout:
                 more=not (self.stopping or self.resting),
             )
             waiting = await self.waiting() if self.inbox.items else []
-            view = self._view(waiting)
+            view = self.view(waiting)
             action = steer(view)
             progressed = await self._do(action, waiting, view)
             if not progressed:
@@ -215,7 +216,7 @@ class Rollout:
             await self._adopt([h for h in waiting if view.interrupt or h.claim.version == action.version][: view.room])
             return True
         if action.do is Do.EVALUATE:
-            self.evaluator.start(action.version, self.digest)
+            self.evaluator.start(action.version, self.engine.digest)
             return True
         if action.do is Do.DRAW:
             return await self._draw(view.room)
@@ -241,7 +242,7 @@ class Rollout:
             held=held,
             worker=self.member.id,
             version=self.engine.version,
-            digest=self.digest,
+            digest=self.engine.digest,
             started_at=self.clock.now_us(),
         )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import NoReturn
 
 import pyarrow as pa
@@ -52,8 +53,10 @@ class Trainer:
     """One life of a trainer under its leadership."""
 
     def __init__(
-        self, run: Run, member: Member, leadership: Leadership, learner: Learner, experience: Table, sinks: MetricSinks
-    ) -> None:
+        self, run: Run, member: Member, leadership: Leadership, learner: Learner, tables: Mapping[str, Table],
+        sinks: MetricSinks,
+    ) -> None:  # fmt: skip
+        """`tables`: `experience` and `step_metrics`."""
         self.run_info = run
         self.member = member
         self.config = run.config
@@ -63,7 +66,8 @@ class Trainer:
         # Of this life: replayed steps use those of theirs.
         self.settings = dict(learner.settings)
         self.compared = -COMPARE_EVERY
-        self.experience = patient_table(experience, run.clock)
+        self.experience = patient_table(tables["experience"], run.clock)
+        self.step_metrics = patient_table(tables["step_metrics"], run.clock)
         self.sinks = sinks
         self.ledger = Ledger(run.coordination, run.keys, member.id, leadership)
         self.steps = StepLog(run.coordination, run.keys, self.ledger, patient(run.storage, run.clock))
@@ -78,6 +82,8 @@ class Trainer:
         self.publisher = Publisher(run, self.ledger, self.relays)
         self.after_step: asyncio.Task[None] | None = None
         self.digests: dict[int, str] = {}
+        self.recorded: dict[int, str] = {}
+        """Digests of versions that earlier lives published, for those that this one trains again."""
         self.refused = ""
 
     async def run(self) -> None:
@@ -122,6 +128,7 @@ class Trainer:
         if self.learner.version == head.decided:
             await self._offer()
         else:
+            self.recorded = await self.steps.digests(self.step_metrics)
             published = await self.publisher.published()
             if published is None or published.version <= self.learner.version:
                 await self._offer()
@@ -271,7 +278,7 @@ class Trainer:
         digest = ""
         if staged is not None:
             try:
-                digest = await self.publisher.announce(staged, expected_digest=self.digests.get(staged.version, ""))
+                digest = await self.publisher.announce(staged, expected_digest=self.recorded.get(staged.version, ""))
                 self.digests[staged.version] = digest
             except (WeightsError, OSError) as e:
                 log.error("version %d was not published: %s", staged.version, e)

@@ -110,6 +110,10 @@ def missing_step(decisions: list[BatchDecision]) -> list[BatchDecision]:
     return [d.model_copy(update={"step": d.step + 1}) for d in decisions]
 
 
+TWO: dict[str, Any] = {
+    "span_start": [0, 3], "span_version": [0, 1], "span_worker": ["w"] * 2,
+    "span_digest": [DIGESTS[0][:16], DIGESTS[1][:16]],
+}  # fmt: skip
 BROKEN: list[tuple[str, Callable[[Picture], Picture], str]] = [
     ("lost claim", altered(claims=lambda c: c[1:]), r"invariant 1: lost trajectories 1 \(\(4, 0\)\)"),
     ("lost registration", altered(registered=lambda _: []), r"invariant 1: lost trajectories 1 \(\(3, 1\)\)"),
@@ -131,8 +135,13 @@ BROKEN: list[tuple[str, Callable[[Picture], Picture], str]] = [
     ("reward of an error", changed(4, reward=1.0), r"invariant 2: \(2, 0\) has status 'reward_error' and reward 1.0"),
     ("ok without reward", changed(0, reward=None), r"invariant 2: \(0, 0\) has status 'ok' and reward None"),
     (
+        "weights of another version",
+        changed(0, span_digest=[DIGESTS[1][:16]]),
+        r"invariant 2: \(0, 0\) has a span of version 0 with the digest of version 1",
+    ),
+    (
         "two versions",
-        changed(0, span_start=[0, 3], span_version=[0, 1], span_worker=["w"] * 2, span_digest=[DIGESTS[0][:16]] * 2),
+        changed(0, **TWO),
         r"invariant 3: \(0, 0\) has spans of versions \[0, 1\]",
     ),
     ("other file", altered(batch_files=lambda f: {**f, "batches/0": "x"}), "batches/0 is not the file that step 0"),
@@ -183,16 +192,16 @@ def test_a_broken_invariant_is_named(change: Callable[[Picture], Picture], messa
 
 
 def test_spans_of_several_versions_are_sound_if_the_config_says_so() -> None:
-    two = dict(span_start=[0, 3], span_version=[0, 1], span_worker=["w"] * 2, span_digest=[DIGESTS[0][:16]] * 2)
-    assert check(replace(changed(0, **two)(sound()), on_version_lost="continue")).ok
-    assert check(replace(changed(0, **two)(sound()), update="interrupt")).ok
-    assert "invariant 3" in check(changed(0, **two)(sound())).problems[0]
+    assert check(replace(changed(0, **TWO)(sound()), on_version_lost="continue")).ok
+    assert check(replace(changed(0, **TWO)(sound()), update="interrupt")).ok
+    assert "invariant 3" in check(changed(0, **TWO)(sound())).problems[0]
 
 
 def test_a_version_that_was_offered_again_under_another_digest_is_known() -> None:
     picture = changed(0, span_digest=["a" * 16])(sound())
     assert not check(picture).ok
-    assert check(replace(picture, offered={"a" * 64})).ok
+    assert not check(replace(picture, offered={1: {"a" * 64}})).ok, "of another version than its span says"
+    assert check(replace(picture, offered={0: {"a" * 64}})).ok
 
 
 def test_many_problems_of_a_kind_are_one_line() -> None:
@@ -344,7 +353,7 @@ async def test_decisions_and_offers_in_the_archive_count_as_those_in_etcd(
     assert check(both).problems == [] and both.decisions == [decision]
     await store.w.coordination.delete(KEYS.batch(0))
     archived = await store.gather()
-    assert check(archived).problems == [] and archived.decisions == [decision] and "drifted" in archived.offered
+    assert check(archived).problems == [] and archived.decisions == [decision] and archived.offered == {0: {"drifted"}}
 
 
 async def test_files_of_the_dead_that_nothing_refers_to_are_counted(store: Store) -> None:

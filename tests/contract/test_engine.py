@@ -353,7 +353,7 @@ async def test_a_load_that_fails_leaves_the_old_version(bench: Bench) -> None:
     for source, message in failures:
         with pytest.raises(WeightsError, match=message):
             await bench.engine.load(source)
-        assert bench.engine.version == 1
+        assert (bench.engine.version, bench.engine.digest) == (1, good.digest)
     await bench.engine.check()
     assert off_by(bench, 1, await bench.collect(PROMPT)) < 1e-3
 
@@ -366,7 +366,7 @@ async def test_a_folder_is_checked_against_the_versions_digest(bench: Bench) -> 
     copy_into(buffer, layout, tensors)
     digest = version_digest(layout, checksums(buffer, CHUNK_BYTES))
     await bench.engine.load(bench.folder_weights(4, digest))
-    assert bench.engine.version == 4
+    assert (bench.engine.version, bench.engine.digest) == (4, digest)
     assert off_by(bench, 0, await bench.collect(PROMPT)) < 1e-3
     with pytest.raises(WeightsError, match="does not hold version 5"):
         await bench.engine.load(bench.folder_weights(5, digest[::-1]))
@@ -380,6 +380,8 @@ async def test_the_version_that_a_slow_caller_cancelled_is_the_one_served(bench:
     await asyncio.sleep(0.001)
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
+    await bench.engine.settled()
+    assert (bench.engine.version, bench.engine.digest) in [(0, ""), (1, weights.digest)]
     chunks = await bench.collect(PROMPT)
     assert off_by(bench, bench.engine.version, chunks) < 1e-3
 

@@ -27,13 +27,13 @@ async def holdings() -> AsyncIterator[Holdings]:
     await holdings.stop()
 
 
-async def publish(holdings: Holdings, version: int, fill: int) -> VersionInfo:
+async def publish(holdings: Holdings, version: int, fill: int, *, replaces: str = "") -> VersionInfo:
     arena = await holdings.reserve(LAYOUT)
     assert arena is not None
     with arena.buffer(LAYOUT.total_bytes) as buffer:
         for spec in LAYOUT.tensors:
             buffer[spec.offset : spec.offset + spec.nbytes] = bytes([fill]) * spec.nbytes
-    info = await holdings.seal(arena, LAYOUT, version)
+    info = await holdings.seal(arena, LAYOUT, version, replaces=replaces)
     holdings.validate()
     return info
 
@@ -109,6 +109,15 @@ async def test_a_promised_digest_is_checked_before_anybody_can_open_the_version(
     with pytest.raises(WeightsError, match="promised was 000"):
         await holdings.seal(arena, LAYOUT, 3, expected="0" * 64)
     assert held(holdings) == [] and holdings.pool.count(ArenaState.INCOMING) == 0
+
+
+async def test_what_was_never_published_gives_way_to_other_bytes_of_its_version(holdings: Holdings) -> None:
+    first = await publish(holdings, 3, 1)
+    with pytest.raises(WeightsError, match="one digest for ever"):
+        await publish(holdings, 3, 2, replaces="of nothing that is here")
+    second = await publish(holdings, 3, 2, replaces=first.digest)
+    assert second.digest != first.digest and held(holdings) == [3]
+    assert holdings.get(3).info == second
 
 
 async def test_a_seal_goes_on_when_its_caller_is_cancelled(holdings: Holdings) -> None:

@@ -129,13 +129,14 @@ class RealCluster(Cluster):
 
     async def _trainer(self, slot: Slot, process: SimProcess, run: Run) -> None:
         assert slot.storage is not None
-        table = TablePort(process, self.tables["experience"], slot.storage, self.unanswered)
+        names = ("experience", "step_metrics")
+        tables = {n: TablePort(process, self.tables[n], slot.storage, self.unanswered) for n in names}
 
         def learner() -> CostLearner:
             return CostLearner(self.states, self.job, self.split.trainer_gpus, self.cost_loop, self.trained)
 
         async with joined(run, "trainer") as member:
-            await trainer_main(run, member, learner, table, cast(Any, SilentSinks()))
+            await trainer_main(run, member, learner, tables, cast(Any, SilentSinks()))
 
     def moved(self) -> int:
         prefix = self.keys.load("rollout", "")

@@ -103,6 +103,7 @@ class CostEngine:
         self.published_at = published_at
         self.relay = relay
         self._version = -1
+        self._digest = ""
         self._keys: dict[str, Key] = {}
         self._queues: dict[Key, asyncio.Queue[Chunk]] = {}
         self._told: dict[Key, int] = {}
@@ -128,6 +129,13 @@ class CostEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    async def settled(self) -> None:
+        """A load ends with its caller here."""
+
     async def load(self, source: WeightSource) -> None:
         if not isinstance(source, RelayWeights):
             raise WeightsError(f"version {source.version} lies in a folder, which the simulation does not have")
@@ -138,7 +146,7 @@ class CostEngine:
         now, weights = self.process.loop.now, self.job.costs.weights
         arrives = self.published_at.get(source.version, -1e9) + weights.arrival_s(self.relay)
         await asyncio.sleep(max(0.0, arrives - now) + weights.load_s)
-        self._version = source.version
+        self._version, self._digest = source.version, source.digest
         self._cached.clear()
 
     async def generate(

@@ -74,15 +74,25 @@ class Engine(Protocol):
         ...
 
     async def load(self, source: WeightSource) -> None:
-        """Replace the weights atomically between two decode steps; on an error the old version stays.
+        """Replace the weights atomically between two decode steps; on an error the old version stays. What was begun
+        goes on though its caller is cancelled: see `settled`.
 
         Raises WeightsError when the bytes do not match the digest, the layout or the model.
         """
         ...
 
+    async def settled(self) -> None:
+        """Wait for a load whose caller was cancelled: as long as it lasts, `version` and `digest` may yet change."""
+        ...
+
     @property
     def version(self) -> int:
         """The version loaded and verified; -1 before the first load."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of the version loaded, as its source named it; the two change together. Empty before the first load."""
         ...
 
     def generate(

@@ -70,6 +70,7 @@ class TransformersEngine:
         self.threads = threads
         self.chunk_bytes = chunk_bytes
         self._version = -1
+        self._digest = ""
         self._failure: EngineError | None = None
         self._description: ModelTensors | None = None
         self._batch: Batch | None = None
@@ -84,6 +85,10 @@ class TransformersEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def digest(self) -> str:
+        return self._digest
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -117,7 +122,8 @@ class TransformersEngine:
         return description, Batch(model.to(device).eval(), device)
 
     async def close(self) -> None:
-        self._version = -1
+        await self.settled()
+        self._version, self._digest = -1, ""
         if self._serving is None:
             return
         self._serving.cancel()
@@ -135,13 +141,21 @@ class TransformersEngine:
 
     async def load(self, source: WeightSource) -> None:
         await self.check()
+        # A cancelled caller must not leave `version` and `digest` naming other weights than those that are served.
+        await asyncio.shield(asyncio.ensure_future(self._load(source)))
+
+    async def _load(self, source: WeightSource) -> None:
         await self._exclusively(lambda: self._replace_weights(source))
+        self._version, self._digest = source.version, source.digest
+
+    async def settled(self) -> None:
+        async with self._between_steps:
+            return
 
     def _replace_weights(self, source: WeightSource) -> None:
         assert self._description is not None and self._batch is not None
         with opened(source, self._description, chunk_bytes=self.chunk_bytes) as tensors:
             self._batch.replace_weights({name: tensors[name] for name in self._description.shapes})
-        self._version = source.version
 
     async def _exclusively(self, work: Callable[[], Result]) -> Result:
         """Run `work` in a thread, alone. A cancelled caller waits for its end: never two threads in the model."""

@@ -103,6 +103,7 @@ class VllmEngine:
         self.chunk_bytes = chunk_bytes
         self._processes: list[int] = []
         self._version = -1
+        self._digest = ""
         self._loads = 0
         self._llm: Any = None
         self._closed = False
@@ -118,6 +119,10 @@ class VllmEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def digest(self) -> str:
+        return self._digest
 
     @property
     def process_id(self) -> int:
@@ -241,7 +246,7 @@ class VllmEngine:
     async def close(self) -> None:
         self._closed = True
         self._ready.clear()
-        self._version = -1
+        self._version, self._digest = -1, ""
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
@@ -272,7 +277,7 @@ class VllmEngine:
     async def load(self, source: WeightSource) -> None:
         await self.check()
         # The engine process goes on with a load that nobody waits for any more: a cancelled caller must not leave
-        # `version` naming other weights than those that are served.
+        # `version` and `digest` naming other weights than those that are served.
         await asyncio.shield(asyncio.ensure_future(self._load(source)))
 
     async def _load(self, source: WeightSource) -> None:
@@ -297,7 +302,7 @@ class VllmEngine:
                 )
                 raise EngineError(self._broken)
             if result["outcome"] == "loaded":
-                self._version = source.version
+                self._version, self._digest = source.version, source.digest
                 self._loads += 1
                 # Frees what no salt can reach any more; refused while requests run, then eviction does it later.
                 await self._llm.reset_prefix_cache()
@@ -305,6 +310,10 @@ class VllmEngine:
                 self._ready.set()
             if result["outcome"] == "refused":
                 raise WeightsError(result["error"])
+
+    async def settled(self) -> None:
+        async with self._load_lock:
+            return
 
     # -- generation ---------------------------------------------------------------------------------------------
 

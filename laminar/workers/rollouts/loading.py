@@ -42,12 +42,14 @@ class Loader:
 
     async def _gave_notice(self) -> bool:
         """Tell that this version is about to go. Whoever hands something over compares the report that this replaces:
-        what is not in the inbox by now is refused."""
+        what is not in the inbox by now is refused. What has come since steering decided, while the weights were looked
+        for, can go on under this version, so steering decides anew."""
         r = self.rollout
         r.switching = True
         await r.reporter.write()
         arrived = (await r.run_info.coordination.range(r.run_info.keys.inbox(r.member.id))).items
-        if all(kv.key in r.inbox.items for kv in arrived):
+        seen = all(kv.key in r.inbox.items for kv in arrived)
+        if seen and not r.view(await r.waiting()).adoptable:
             return True
         r.switching = False
         log.info("%d trajectories came before version %d was given up", len(arrived), r.engine.version)
@@ -67,7 +69,6 @@ class Loader:
             await r.clock.sleep(r.ledger.jitter(0.5))
             return True
         self.failures = 0
-        r.digest = source.digest
         log.info("loaded version %d (%s)", source.version, source.digest[:12])
         return True
 
@@ -87,7 +88,7 @@ class Loader:
                     return False
                 await self._load(source)
                 for t in halted:
-                    t.version, t.digest = r.engine.version, r.digest
+                    t.version, t.digest = r.engine.version, r.engine.digest
             finally:
                 r.halting.go_on([t for t in halted if t.id in r.live])
         return True

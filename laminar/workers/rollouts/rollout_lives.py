@@ -20,16 +20,14 @@ REJOIN_PAUSE_S = 1.0
 async def rollout_main(run: Run, equipment: Equipment, stop: asyncio.Event) -> None:
     """Serve until the run is done or `stop` is set; join again under a new id when a lease is lost or etcd is away:
     the engine, which takes long to start, is kept."""
-    digest = ""
     while not stop.is_set():
         try:
             async with joined(run, "rollout") as member:
-                rollout = Rollout(run, member, equipment, digest)
+                rollout = Rollout(run, member, equipment)
                 serving = asyncio.create_task(rollout.serve())
                 stopping = asyncio.create_task(stop.wait())
                 await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
                 stopping.cancel()
-                digest = rollout.digest
                 if serving.done():
                     serving.result()
                     return

@@ -19,7 +19,7 @@ from laminar.workers.learning.base import Learner
 from laminar.workers.machine import ArenaToFill, RelayAccess
 from laminar.workers.mirror import Mirror
 from laminar.workers.training.keeping import Keeper
-from laminar.workers.weights import local_relay, relay_socket
+from laminar.workers.weights import held_digest, local_relay, relay_socket
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,8 @@ class Publisher:
         Raises WeightsError if the relay lost it; logs `replay_drift` when the digest is not the expected one. A replay
         need not give the same bits (other hardware, kernels that are not deterministic), and the bits that were
         published may be nowhere any more: so what is offered again is recorded, for rollouts to take."""
-        info = await staged.client.seal(staged.arena, staged.version)
+        replaces = await self._never_published(staged)
+        info = await staged.client.seal(staged.arena, staged.version, replaces=replaces)
         kv = await self.coordination.get(self.keys.weights)
         newest = WeightsHead.parse(kv.value) if kv else None
         promised = newest.digest if newest is not None and newest.version == staged.version else expected_digest
@@ -140,6 +141,13 @@ class Publisher:
         log.info("published version %d (%s)", staged.version, info.digest[:12])
         await self.keeper.keep(staged.relay, staged.client, staged.version)
         return info.digest
+
+    async def _never_published(self, staged: Staged) -> str:
+        """The digest under which the relay holds a version that is still to be published: a trainer that died before
+        it announced it has sealed it, and a replay need not give the same bits. Empty if there is none."""
+        held = await held_digest(staged.client, staged.version, "")
+        published = await self.published()
+        return held if published is None or published.version < staged.version else ""
 
     async def spread(self) -> dict[str, float | None]:
         """How the newest version that any other relay has got spread, for the metrics: `broadcast_s` until the last of

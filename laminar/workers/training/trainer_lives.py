@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from laminar.buffer.session import Election, Leadership
@@ -20,18 +21,23 @@ from laminar.workers.trainer import Trainer
 log = logging.getLogger(__name__)
 
 
-async def trainer_main(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
+async def trainer_main(
+    run: Run, member: Member, make_learner: Any, tables: Mapping[str, Table], sinks: MetricSinks
+) -> None:
     """Load the model, campaign for the leadership, then train until the run is done: who stands by is ready to train
-    when it is elected. Raises ConfigChanged when a resume changes the config, before or after the election."""
-    await until_first(_lead(run, member, make_learner, experience, sinks), member.until_changed())
+    when it is elected. `tables` as of `Trainer`. Raises ConfigChanged when a resume changes the config, before or after
+    the election."""
+    await until_first(_lead(run, member, make_learner, tables, sinks), member.until_changed())
 
 
-async def _lead(run: Run, member: Member, make_learner: Any, experience: Table, sinks: MetricSinks) -> None:
+async def _lead(
+    run: Run, member: Member, make_learner: Any, tables: Mapping[str, Table], sinks: MetricSinks
+) -> None:
     learner = await asyncio.to_thread(make_learner)
     election = Election(run.coordination, member.session, run.keys.leader("trainer"), member.id)
     leadership = await election.campaign()
     log.info("%s leads the training", member.id)
-    trainer = Trainer(run, member, leadership, learner, experience, sinks)
+    trainer = Trainer(run, member, leadership, learner, tables, sinks)
     await until_first(
         run_or_fail(trainer),
         trainer.report(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from laminar.buffer.ledger import all_claims
 from laminar.buffer.records import Claim, WeightsHead
 from laminar.errors import EngineError, WeightsError
 from laminar.workers.engines.base import FolderWeights, WeightSource
+from laminar.workers.mirror import Mirror
 from laminar.workers.rollouts import loading
 from laminar.workers.rollouts.loading import MAX_LOAD_FAILURES, Loader
+from laminar.workers.rollouts.steering import View
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,12 @@ class Stage:
         self.given_up: list[int] = []
         self.reports = 0
 
+        self.meanwhile: Callable[[], Awaitable[Any]] | None = None
+        """What happens while weights are looked for."""
+
         async def find(run: Any, relays: Any, version: int, digest: str = "") -> WeightSource | None:
+            if self.meanwhile is not None:
+                await self.meanwhile()
             return FolderWeights("", version, f"d{version}") if version in self.available else None
 
         async def write() -> None:
@@ -61,12 +69,16 @@ class Stage:
             held = (await all_claims(member.run.coordination, KEYS)).values()
             return [h for h in held if h.claim.owner == member.id]
 
+        def view(waiting: list[claims.Held]) -> View:
+            inbox = tuple(h.claim.version for h in waiting)
+            return View(newest=5, loaded=self.engine.version, running=0, room=4, inbox=inbox)
+
         monkeypatch.setattr(loading, "find_weights", find)
         self.rollout = SimpleNamespace(
             run_info=member.run, member=member, config=world.config, clock=world.clock, ledger=member.ledger,
             engine=self.engine, digest="", switching=False, relays=SimpleNamespace(items={}),
             inbox=SimpleNamespace(items={}), waiting=waiting, reporter=SimpleNamespace(write=write),
-            evaluator=SimpleNamespace(give_up=give_up),
+            evaluator=SimpleNamespace(give_up=give_up), view=view,
             published=lambda: WeightsHead(version=5, digest="d5", layout_digest="", bytes=1, master=""),
         )  # fmt: skip
         self.loader = Loader(self.rollout)  # type: ignore[arg-type]
@@ -147,5 +159,36 @@ async def test_what_comes_to_the_inbox_before_the_notice_keeps_the_old_version(m
     await orphan_of(s, version=3)
     assert not await s.loader.load(5)
     assert (s.engine.version, s.reports, s.rollout.switching) == (3, 1, False)
-    s.rollout.inbox.items = {KEYS.inbox_item("r-heir", 0, 0): None}  # the watch has told: steering decides
+    s.rollout.inbox.items = {KEYS.inbox_item("r-heir", 0, 0): None}  # the watch has told: it is taken over
+    assert not await s.loader.load(5)
+    await s.rollout.member.run.coordination.delete(KEYS.claim(0, 0))
+    assert await s.loader.load(5) and s.engine.version == 5
+
+
+async def test_what_comes_while_the_weights_are_looked_for_keeps_the_old_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A relay may look for two minutes; the watch has told of it by then, but steering decided without it."""
+    s = await stage(monkeypatch)
+    s.available = {3, 5}
+    assert await s.loader.load(3)
+    me = s.rollout.member
+
+    async def handed_over() -> None:
+        s.meanwhile = None
+        await orphan_of(s, version=3)
+        await asyncio.sleep(0.1)
+
+    async with Mirror(me.run.coordination, KEYS.inbox(me.id)) as inbox:
+        s.rollout.inbox, s.meanwhile = inbox, handed_over
+        assert not await s.loader.load(5) and s.engine.version == 3
+        assert len(inbox.items) == 1 and not s.rollout.switching
+
+
+async def test_what_waits_for_another_version_does_not_keep_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    s = await stage(monkeypatch)
+    s.available = {3, 5}
+    assert await s.loader.load(3)
+    await orphan_of(s, version=5)
+    s.rollout.inbox.items = {KEYS.inbox_item("r-heir", 0, 0): None}
     assert await s.loader.load(5) and s.engine.version == 5

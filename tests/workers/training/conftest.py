@@ -170,8 +170,9 @@ class World:
         leadership = await Election(coordination, session, KEYS.leader("trainer"), name).campaign()
         learner = await asyncio.to_thread(create_learner, config, self.model_folder)
         sinks = MetricSinks(str(self.root), LoggingConfig(tensorboard=False))
+        tables = {"experience": self.experience, "step_metrics": MemoryTable(TABLES["step_metrics"])}
         life = Life(
-            Trainer(run, member, leadership, learner, self.experience, sinks), self.server, session, faults
+            Trainer(run, member, leadership, learner, tables, sinks), self.server, session, faults
         )
         self.lives.append(life)
         return life

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 
 from laminar.errors import Fenced, LeaseLost
 
@@ -144,6 +145,59 @@ async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld, undistu
     await (await world.life(checkpoint_every=100)).trainer.run()
     assert await world.digests() == undisturbed
     await trained_once(world)
+
+
+async def test_a_version_that_was_sealed_and_not_announced_is_published_with_other_bits(make_world: MakeWorld) -> None:
+    """Without deterministic kernels a replay gives other bits than those that the dead trainer left in the relay."""
+    world = await make_world()
+    life = await world.life()
+    STAGES["publishing: sealed, not announced"](life)
+    with pytest.raises(Killed):
+        await life.trainer.run()
+        await life.trainer._settle()
+    await life.kill()
+    left = world.relay.holdings.newest
+
+    second = await world.life()
+    drifting(second, left.version)
+    await second.trainer.run()
+    digests = await world.digests()
+    assert digests[left.version] not in ("", left.digest)
+    assert all(digests.values()) and world.head().state == "done"
+
+
+async def test_drift_of_a_version_that_others_have_followed_is_noticed(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions 1 to 3 are published and recorded; the next life trains them again, the first of them, which no relay
+    has any more, to other bits."""
+    world = await make_world(checkpoint_every=100)
+    life = await world.life(checkpoint_every=100)
+    at_step(life, life.trainer.steps, "decide")
+    with pytest.raises(Killed):
+        await life.trainer.run()
+    await life.kill()
+
+    world.relay.holdings.discard(1)
+    second = await world.life(checkpoint_every=100)
+    drifting(second, 1)
+    with caplog.at_level(logging.ERROR):
+        await second.trainer.run()
+    assert "replay_drift: version 1 came out as" in caplog.text
+
+
+def drifting(life: Any, version: int) -> None:
+    """The learner comes to other bits of `version` than before."""
+    real = life.trainer.learner.train
+
+    def train(*args: Any) -> Any:
+        result = real(*args)
+        if life.trainer.learner.version == version:
+            with torch.no_grad():
+                next(iter(life.trainer.learner._masters.values())).mul_(1.5)
+        return result
+
+    life.trainer.learner.train = train
 
 
 # -- other settings ---------------------------------------------------------------------------------------------

@@ -77,10 +77,10 @@ async def _run(plan: Plan, loop: SimulationLoop) -> Outcome:
     for task, result in zip(background, await asyncio.gather(*background, return_exceptions=True), strict=True):
         if isinstance(result, Exception):
             problems.append(f"{task.get_name()} ended with {result!r}")
-    injected = {kind.value: n for kind, n in weather.injected.items()}
     return Outcome(
-        plan.seed, problems, injected, loop.now, cluster.story, oracle.moved, oracle.interrupted, oracle.rested
-    )
+        plan.seed, problems, weather.counted(), loop.now, cluster.story, oracle.moved, oracle.interrupted,
+        oracle.rested,
+    )  # fmt: skip
 
 
 async def _until_done(cluster: Cluster, weather: Weather, blowing: asyncio.Task[None]) -> bool:

@@ -146,7 +146,8 @@ class Result:
     moved: int
     move_s: float
     refilled: int
-    late_steps: float
+    late_steps: float | None
+    """None where no rollout took so many steps that it told of them."""
 
 
 async def observe(coordination: Coordination, keys: Keys, seen: Seen) -> None:
@@ -218,10 +219,10 @@ async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Res
         r"long tails: (\d+) of (\d+) steps",
         "\n".join(p.read_text(errors="replace") for p in (store / "logs").glob("rollout*.log")),
     )
-    return result_of(steps, seen, max((int(late) / int(of) for late, of in told), default=0.0))
+    return result_of(steps, seen, max((int(late) / int(of) for late, of in told), default=None))
 
 
-def result_of(steps: pa.Table, seen: Seen, late_steps: float) -> Result:
+def result_of(steps: pa.Table, seen: Seen, late_steps: float | None) -> Result:
     staleness = steps["staleness"].to_pylist()
     switches = sorted(seen.switches())
     return Result(
@@ -241,16 +242,18 @@ def result_of(steps: pa.Table, seen: Seen, late_steps: float) -> Result:
 
 
 def line(name: str, r: Result) -> str:
+    late = "-" if r.late_steps is None else f"{r.late_steps:.1%}"
     return (
         f"{name:<7}{r.tokens_per_s:7.0f} tokens/s   {r.step_s:5.1f} s a step   KV {r.kv_share:6.1%}   "
         f"draining {r.draining:4.0%}   to the newest version {r.switch_s:5.2f} s (p90 {r.switch_p90_s:5.2f})   "
         f"staleness {r.staleness:4.2f} (max {r.staleness_max:.0f})   moved {r.moved:4.0f} in {r.move_s:.2f} s each, "
-        f"{r.refilled:6.0f} tokens prefilled again   late steps {r.late_steps:.1%}"
+        f"{r.refilled:6.0f} tokens prefilled again   late steps {late}"
     )
 
 
 def middle(results: list[Result]) -> Result:
-    return Result(**{name: statistics.median(getattr(r, name) for r in results) for name in vars(results[0])})
+    values = {name: [v for r in results if (v := getattr(r, name)) is not None] for name in vars(results[0])}
+    return Result(**{name: statistics.median(some) if some else None for name, some in values.items()})
 
 
 def virtual(interval: float, asked: argparse.Namespace, seed: int) -> Result:

@@ -55,6 +55,7 @@ class Picture:
     steps: Sequence[Mapping[str, Any]] = ()
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
+    """Files and keys of the dead that nothing refers to."""
     offered: dict[int, set[str]] = field(default_factory=dict)
     """Digests under which each version was made available again after its publication."""
     behind: list[str] = field(default_factory=list)
@@ -123,6 +124,8 @@ async def gather(
     await _gather_batches(storage, [*old, *in_etcd, *closings], picture)
     registered = {Incoming.parse(by_key[k].value).path for k in under(keys.incoming_root)}
     await _gather_left_over(storage, picture, living, registered)
+    for root in (keys.inbox_root, keys.moves_root, keys.rests_root):
+        picture.left_over += [k for k in under(root) if k[len(root) :].split("/")[0] not in living]
     return picture
 
 
@@ -163,8 +166,8 @@ async def _gather_batches(storage: Storage, decisions: Sequence[BatchDecision], 
 
 
 async def _gather_left_over(storage: Storage, picture: Picture, living: set[str], registered: set[str]) -> None:
-    """Files of the dead that nothing refers to: the manager removes them in bounded time, so they only count once
-    the run is done."""
+    """Files of the dead that nothing refers to: the manager removes them in bounded time, so one look cannot tell
+    whether they are a problem."""
     named = {h.claim.source.worker for h in picture.claims}
     for worker in sorted({f.path.split("/")[1] for f in await storage.list("partials")} - living - named):
         picture.left_over.append(f"partials/{worker}")
@@ -191,7 +194,7 @@ def check(p: Picture) -> AuditReport:
         "claimed": len(p.claims),
         "batches decided": len(p.decisions),
         "versions recorded": len(p.metrics),
-        "leftover files of ended workers": len(p.left_over),
+        "leftovers of ended workers": len(p.left_over),
     }
     return AuditReport(problems, checked)
 

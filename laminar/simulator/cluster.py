@@ -216,7 +216,8 @@ class Cluster:
         process = SimProcess(
             slot.kind, slot.name, 100 + len(self.processes), self.loop, rate=random.Random(seed).uniform(0.98, 1.02)
         )
-        slot.process = process
+        # Those of the former life are no target for a fault any more.
+        slot.process, slot.engine, slot.host = process, None, None
         self.processes.append(process)
         slot.stop = asyncio.Event()
         chance = random.Random(f"chance/{seed}")

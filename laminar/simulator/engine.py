@@ -16,12 +16,14 @@ from laminar.simulator.process import SimProcess
 from laminar.simulator.relays import CHUNK_BYTES, SimRelayAccess, SimWeights
 from laminar.workers.engines.base import Chunk, EngineCapacity, EngineLoad, RelayWeights, WeightSource
 
-STOP_TOKEN = 2
+CUT_TOKEN, STOP_TOKEN = 0, 2
+"""The last of a turn that the engine ends with "length" before its limit, and the last of one that stops."""
 FIRST_TOKEN, VOCABULARY = 3, 97
 
 
 def token_at(place: int) -> int:
-    """The id of the policy's token at `place`, counted from the first token of the prompt; STOP_TOKEN may stand in."""
+    """The id of the policy's token at `place`, counted from the first token of the prompt; at the end of a turn
+    STOP_TOKEN or CUT_TOKEN may stand in."""
     return FIRST_TOKEN + place % VOCABULARY
 
 
@@ -113,6 +115,7 @@ class SimEngine:
         if self.source.random() < self.long:
             length = max(length, int(max_tokens * self.source.uniform(0.5, 1.0)))
         stops = self.source.random() < 0.9
+        end = STOP_TOKEN if stops else CUT_TOKEN if length < max_tokens else None
         self._running[request_id] = place
         try:
             while length:
@@ -126,8 +129,8 @@ class SimEngine:
                 length -= count
                 place += count
                 self._running[request_id] = place
-                if not length and stops:
-                    ids[-1] = STOP_TOKEN
+                if not length and end is not None:
+                    ids[-1] = end
                 reason = None if length else "stop" if stops else "length"
                 yield Chunk(ids, [logprob_of(self._digest)] * count, reason)  # type: ignore[arg-type]
         finally:

@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from laminar.errors import EnvironmentFailure
 from laminar.workers.environments.base import Message, Prompt, Resume, Score, Transcript, Turn
 
-ENVIRONMENT_TOKEN = 1
+ENVIRONMENT_TOKEN, FIRST_REPLY = 1, 100
 REWARD_LIMIT_S = 2.0
+
+
+def tokens_of_reply(turn: int) -> list[int]:
+    """The environment's reply to turn `turn`, counted from 1: none of its tokens is one of the policy's."""
+    return [ENVIRONMENT_TOKEN, FIRST_REPLY + turn]
 
 
 class SimHost:
@@ -31,7 +36,8 @@ class SimHost:
     async def step(self, prompt: Prompt, state: str, reply: str) -> Turn:
         await self._call("environment")
         done = hashlib.sha256(reply.encode()).digest()[0] < 128
-        return Turn([{"role": "tool", "content": "again"}], state=str(int(state) + 1), done=done)
+        turn = int(state) + 1
+        return Turn([{"role": "tool", "content": str(turn)}], state=str(turn), done=done)
 
     async def score(self, prompt: Prompt, transcript: Transcript) -> Score:
         await self._call("reward")
@@ -52,13 +58,13 @@ class SimHost:
 
 
 class SimConversation:
-    """A tokenizer of lengths: what a text says does not matter here."""
+    """A tokenizer of lengths: of what a text says, only a reply's number matters."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return [ENVIRONMENT_TOKEN] * (2 + sum(len(m["content"]) for m in messages) % 7)
 
     def turn_ids(self, messages: Sequence[Message], reply_ids: Sequence[int] | None = None) -> list[int]:
-        return [ENVIRONMENT_TOKEN] * (1 + len(messages))
+        return tokens_of_reply(int(messages[-1]["content"]))
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(str(i) for i in ids)

@@ -1,30 +1,37 @@
 """Sees every write to etcd while a simulated run goes on, and checks all invariants at its end.
 
 Beside what `laminar audit` checks from the store, it knows what no store can say: which weights really wrote each
-token, whether a decision was ever changed, whether a replay trained the same weights again, and whether somebody goes
-on with what he has handed over.
+token, whether a trajectory that is said to be finished is, whether a decision was ever changed, whether a replay
+trained the same weights again, whether somebody goes on with what he has handed over, and whether what nothing refers
+to goes within bounded time. That it has seen everything is checked like the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import asyncio
 
-from laminar.buffer.audit import check, gather
+from laminar.buffer.audit import Picture, check, gather
 from laminar.buffer.claims import validate
 from laminar.buffer.coordination import Change
 from laminar.buffer.memory_server import Subscription
 from laminar.buffer.records import Claim, WeightsHead
 from laminar.errors import CoordinationError
 from laminar.simulator.cluster import Cluster
-from laminar.simulator.engine import STOP_TOKEN, logprob_of, token_at
+from laminar.simulator.rows import PREFIX, Limits, check_row
+
+CLEAN_WITHIN_S = 80.0
+"""Within which a manager, which cleans each minute, has removed what nothing refers to."""
 
 
 class Oracle:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.problems: list[str] = []
+        self._seen = cluster.etcd.revision
+        """The revision up to which every change was followed."""
         self._published: WeightsHead | None = None
+        self._digests: dict[int, set[str]] = {}
+        """What each version was published or offered under, as spans tell it."""
         self._decided: dict[str, str] = {}
         self._claims: dict[str, Claim] = {}
         self.moved = 0
@@ -39,12 +46,11 @@ class Oracle:
     async def watch(self) -> None:
         """Follow every change of etcd, from before the first worker starts."""
         while True:
-            subscription: Subscription = self.cluster.etcd.subscribe(
-                self.cluster.keys.prefix, self.cluster.etcd.revision
-            )
+            subscription: Subscription = self.cluster.etcd.subscribe(self.cluster.keys.prefix, self._seen + 1)
             while (batch := await subscription.next()) is not None:
                 for change in batch:
                     self._see(change)
+                    self._seen = change.revision
                 self._see_engines()
 
     def _see(self, change: Change) -> None:
@@ -55,6 +61,9 @@ class Oracle:
             return
         if change.key == keys.weights:
             self._see_weights(WeightsHead.parse(change.kv.value))
+        elif change.key.startswith(keys.offers):
+            version, _, digest = change.key[len(keys.offers) :].partition("/")
+            self._digests.setdefault(int(version), set()).add(digest[:PREFIX])
         elif change.key.startswith(keys.rests_root):
             self.rested += 1
         elif change.key.startswith(keys.batches):
@@ -90,6 +99,7 @@ class Oracle:
 
     def _see_weights(self, head: WeightsHead) -> None:
         before, self._published = self._published, head
+        self._digests.setdefault(head.version, set()).add(head.digest[:PREFIX])
         if before is None:
             return
         if head.version < before.version:
@@ -98,16 +108,20 @@ class Oracle:
             self.problems.append(f"invariant 5: version {head.version} was published with two digests")
 
     async def judge(self) -> list[str]:
-        """All problems, once the run has ended and everybody has left."""
+        """All problems, once the run has ended and everybody has left; only relays live, to clean up."""
         c = self.cluster
-        picture = await gather(
-            c.outside, c.keys, c.disk, c.tables, samples_per_prompt=c.config.sampling.samples_per_prompt,
-            on_version_lost=c.config.rollout.on_version_lost, update=c.config.rollout.update,
-        )  # fmt: skip
+        picture, unseen = await self._picture()
         report = check(picture)
         problems = [*self.problems, *report.problems, *c.broken, *(f"untaken: {f}" for f in c.loop.faults)]
+        if unseen:
+            problems.append(unseen)
+        if picture.left_over:
+            problems.append(f"invariant 7: {len(picture.left_over)} are left over: {', '.join(picture.left_over[:5])}")
+        for metrics in picture.metrics:
+            self._digests.setdefault(metrics["version"], set()).add(metrics["digest"][:PREFIX])
+        limits = Limits(c.config.sampling.max_tokens, c.config.rollout.max_model_len)
         for row in picture.experience:
-            problems += check_tokens(row)
+            problems += check_row(row, limits, self._digests)
         if c.plan.update == "interrupt":
             self.interrupted = sum(len(set(row["span_version"])) > 1 for row in picture.experience)
         steps = sorted(m["step"] for m in picture.metrics if m["step"] >= 0)
@@ -120,26 +134,28 @@ class Oracle:
                 problems.append(f"version {version} was trained to {len(states)} different weights")
         return problems
 
+    async def _picture(self) -> tuple[Picture, str]:
+        """What is left once a manager has cleaned up, or the time for it is over; whether some change was not seen."""
+        c = self.cluster
+        deadline = c.loop.now + CLEAN_WITHIN_S
+        before = c.etcd.revision
+        while c.loop.now < deadline:
+            manager = c.etcd.get(c.keys.leader("manager"))
+            if manager is not None and manager.create_revision > before:
+                break
+            await asyncio.sleep(0.5)
+        while True:
+            revision = c.etcd.revision
+            await asyncio.sleep(1.0)
+            picture = await gather(
+                c.outside, c.keys, c.disk, c.tables, samples_per_prompt=c.config.sampling.samples_per_prompt,
+                on_version_lost=c.config.rollout.on_version_lost, update=c.config.rollout.update,
+            )  # fmt: skip
+            if not picture.left_over or c.loop.now > deadline:
+                late = f"the oracle saw etcd's changes up to {self._seen}, there were {revision}"
+                return picture, late if self._seen < revision else ""
+
 
 def process_id(worker: str) -> int:
     """Of a worker, from its id `kind-host-pid-random`."""
     return int(worker.split("-")[2])
-
-
-def check_tokens(row: Mapping[str, Any]) -> list[str]:
-    """Whether a trajectory is one contiguous sequence, each policy token written by the weights its span names."""
-    name = f"({row['group']}, {row['sample']})"
-    first = len(row["prompt_ids"])
-    problems: list[str] = []
-    spans = list(zip(row["span_start"], row["span_digest"], strict=True))
-    for i, (token, mine, logprob) in enumerate(zip(row["token_ids"], row["policy_mask"], row["logprobs"], strict=True)):
-        if not mine:
-            continue
-        if token not in (token_at(first + i), STOP_TOKEN):
-            problems.append(f"invariant 2: {name} has token {token} at {i}, not {token_at(first + i)}: a gap or repeat")
-            break
-        digest = next((d for start, d in reversed(spans) if start <= i), "")
-        if not digest or logprob != logprob_of(digest):
-            problems.append(f"invariant 5: token {i} of {name} was not written by the weights {digest[:12]}")
-            break
-    return problems

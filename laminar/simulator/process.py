@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
 
+from laminar.simulator.faults import Kind
 from laminar.simulator.loop import SimulationLoop, current
 
 T = TypeVar("T")
@@ -42,6 +43,8 @@ class SimProcess:
     """Die at this call, counted from 1."""
     pause: tuple[int, CrashAt, float] | None = None
     """Be stopped at this call, for so many seconds."""
+    struck: Callable[[Kind], object] = lambda kind: None
+    """Told when one of the two comes true."""
     deferred: list[asyncio.Handle] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     on_death: list[Callable[[], None]] = field(default_factory=list)
@@ -99,9 +102,11 @@ class SimProcess:
     def _strikes(self, call: int, moment: CrashAt) -> bool:
         """Whether this process died, or was stopped, at this moment of its call."""
         if self.crash == (call, moment):
+            self.struck(Kind.CRASH_AT_CALL)
             self.kill()
             return True
         if self.pause is not None and self.pause[:2] == (call, moment):
+            self.struck(Kind.STOP_AT_CALL)
             self.stop()
             self.loop.call_later(self.pause[2], self.cont, context=contextvars.Context())
             return True

@@ -55,7 +55,7 @@ async def _run(plan: Plan, loop: SimulationLoop) -> Outcome:
     cluster = Cluster(plan, loop)
     oracle, weather = Oracle(cluster), Weather(cluster)
     await cluster.create()
-    background = [asyncio.create_task(oracle.watch()), *cluster.supervise()]
+    background = [asyncio.create_task(oracle.watch(), name="the oracle's watch"), *cluster.supervise()]
     blowing = asyncio.create_task(weather.blow())
     ended = await _until_done(cluster, weather, blowing)
     blowing.cancel()
@@ -64,20 +64,23 @@ async def _run(plan: Plan, loop: SimulationLoop) -> Outcome:
     if not ended:
         head = await cluster.state()
         problems.append(f"the run did not end within {END_WITHIN_S:.0f} s after the last fault; it stands at {head}")
+        problems += oracle.problems + cluster.broken
     else:
         await _settle(cluster)
+        problems += await oracle.judge()
     cluster.over = True
-    problems += await oracle.judge() if ended else oracle.problems + cluster.broken
     for slot in cluster.slots:
         if slot.process is not None:
             slot.process.kill()
     for task in background:
         task.cancel()
-    await asyncio.gather(*background, return_exceptions=True)
-    injected = {kind.value: n for kind, n in weather.injected.items()}
+    for task, result in zip(background, await asyncio.gather(*background, return_exceptions=True), strict=True):
+        if isinstance(result, Exception):
+            problems.append(f"{task.get_name()} ended with {result!r}")
     return Outcome(
-        plan.seed, problems, injected, loop.now, cluster.story, oracle.moved, oracle.interrupted, oracle.rested
-    )
+        plan.seed, problems, weather.counted(), loop.now, cluster.story, oracle.moved, oracle.interrupted,
+        oracle.rested,
+    )  # fmt: skip
 
 
 async def _until_done(cluster: Cluster, weather: Weather, blowing: asyncio.Task[None]) -> bool:
@@ -96,13 +99,17 @@ async def _until_done(cluster: Cluster, weather: Weather, blowing: asyncio.Task[
 
 
 async def _settle(cluster: Cluster) -> None:
-    """What was registered gets committed, and what nothing refers to gets removed."""
+    """What was registered gets committed. Then the relays begin anew: a manager cleans up as soon as it is elected,
+    and within a minute again what it could not remove yet."""
     deadline = cluster.loop.now + 2 * CLEAN_INTERVAL_S + 10 * LEASE_S
     while cluster.loop.now < deadline:
         await asyncio.sleep(1.0)
         waiting = cluster.etcd.page(cluster.keys.incoming_root, "", 1, 0).items
         if not waiting and not cluster.living("rollout"):
-            return
+            break
+    for slot in cluster.living("relay"):
+        assert slot.process is not None
+        slot.process.kill()
 
 
 @contextlib.contextmanager

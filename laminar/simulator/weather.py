@@ -16,18 +16,26 @@ from laminar.simulator.process import CrashAt
 
 
 class Weather:
-    """`injected` counts what really happened: a fault whose target is not alive is none."""
+    """`injected` counts faults by kind as they strike: one without a living target, or that waits for a call which its
+    process never makes, is none."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.injected: Counter[Kind] = Counter()
         self._endings: list[Callable[[], object]] = []
+        self._armed: dict[tuple[str, str], Kind] = {}
+        """Tables whose next commit fails, and how."""
+
+    def counted(self) -> dict[str, int]:
+        """How often each kind happened: a commit that was to fail and has not been made yet is none."""
+        waiting = Counter(k for (name, hazard), k in self._armed.items() if getattr(self.cluster.tables[name], hazard))
+        return {kind.value: n for kind, n in (self.injected - waiting).items()}
 
     async def blow(self) -> None:
-        """Inject all faults of the plan, each at its time."""
+        """Inject all faults of the plan, each at its time. Those at a call count when the call is made."""
         for fault in self.cluster.plan.faults:
             await asyncio.sleep(max(0.0, fault.at - self.cluster.loop.now))
-            if await self.inject(fault):
+            if await self.inject(fault) and fault.kind not in (Kind.CRASH_AT_CALL, Kind.STOP_AT_CALL):
                 self.injected[fault.kind] += 1
 
     def calm(self) -> None:
@@ -43,6 +51,10 @@ class Weather:
         """Whether there was something to hit."""
         c = self.cluster
         match fault.kind:
+            case Kind.ETCD_RESTART if not c.etcd.running:
+                return False
+            case Kind.COMPACTION if c.etcd.revision <= c.etcd.compacted:
+                return False
             case Kind.ETCD_RESTART:
                 c.say(f"fault: etcd is down for {fault.duration:.1f} s")
                 c.etcd.stop()
@@ -60,18 +72,32 @@ class Weather:
             case Kind.REST:
                 return self._rest(fault)
             case Kind.REPLY_OF_COMMIT | Kind.COMMIT_FAILS:
-                name = sorted(c.tables)[int(fault.choice * len(c.tables))]
-                c.say(f"fault: {fault.kind.value} of {name}")
-                hazard = "lose_reply" if fault.kind is Kind.REPLY_OF_COMMIT else "fail_commit"
-                setattr(c.tables[name], hazard, True)
-                return True
-        living = c.living("rollout" if _of_rollouts(fault.kind) else fault.target)
+                return self._spoil_commit(fault)
+            case Kind.LEASE:
+                return self._lose_lease(fault)
+        living = c.living(fault.target)
+        if fault.kind in (Kind.REWARD_HANGS, Kind.REWARD_RAISES, Kind.ENGINE_BREAKS):
+            living = [s for s in c.living("rollout") if s.engine is not None]
         if not living:
             return False
         slot = living[int(fault.choice * len(living))]
         c.say(f"fault: {fault.kind.value} of {slot.name} for {fault.duration:.1f} s")
         self._hit(fault, slot)
         return True
+
+    def _spoil_commit(self, fault: Fault) -> bool:
+        c = self.cluster
+        name = sorted(c.tables)[int(fault.choice * len(c.tables))]
+        hazard = "lose_reply" if fault.kind is Kind.REPLY_OF_COMMIT else "fail_commit"
+        if getattr(c.tables[name], hazard):
+            return False
+        c.say(f"fault: {fault.kind.value} of {name}")
+        setattr(c.tables[name], hazard, True)
+        self._armed[name, hazard] = fault.kind
+        return True
+
+    def _struck(self, kind: Kind) -> None:
+        self.injected[kind] += 1
 
     def _hit(self, fault: Fault, slot: Slot) -> None:
         process, etcd, storage = slot.process, slot.etcd, slot.storage
@@ -81,9 +107,11 @@ class Weather:
                 process.kill()
             case Kind.CRASH_AT_CALL:
                 process.crash = (process.calls + fault.calls, CrashAt.AFTER if fault.after else CrashAt.BEFORE)
+                process.struck = self._struck
             case Kind.STOP_AT_CALL:
                 moment = CrashAt.AFTER if fault.after else CrashAt.BEFORE
                 process.pause = (process.calls + fault.calls, moment, fault.duration)
+                process.struck = self._struck
                 self._endings.append(process.cont)
             case Kind.STOP:
                 process.stop()
@@ -95,8 +123,6 @@ class Weather:
                 self._later(fault.duration, etcd.faults.heal)
             case Kind.NETWORK:
                 self._storm(etcd.faults, fault)
-            case Kind.LEASE:
-                self._lose_lease(fault)
             case Kind.DISK_FULL:
                 storage.full = True
                 self._later(fault.duration, lambda: setattr(storage, "full", False))
@@ -128,11 +154,15 @@ class Weather:
 
         self._later(fault.duration, over)
 
-    def _lose_lease(self, fault: Fault) -> None:
+    def _lose_lease(self, fault: Fault) -> bool:
         """etcd forgets a lease, as after the restore of an old snapshot."""
         leases = self.cluster.etcd.leases()
-        if leases:
-            self.cluster.etcd.revoke(leases[int(fault.choice * len(leases))])
+        if not leases:
+            return False
+        lease = leases[int(fault.choice * len(leases))]
+        self.cluster.say(f"fault: lease {lease:x} is lost")
+        self.cluster.etcd.revoke(lease)
+        return True
 
     def _rest(self, fault: Fault) -> bool:
         """A rollout is found slow, as `slowness.slow` would in a longer run; its rest ends sooner, too."""
@@ -179,7 +209,3 @@ class Weather:
         """End something after a time, or when the weather calms down."""
         self._endings.append(ending)
         self.cluster.loop.call_later(seconds, ending)
-
-
-def _of_rollouts(kind: Kind) -> bool:
-    return kind in (Kind.REWARD_HANGS, Kind.REWARD_RAISES, Kind.ENGINE_BREAKS)

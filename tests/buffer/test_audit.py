@@ -274,7 +274,7 @@ async def test_a_run_is_gathered_from_etcd_and_the_store(store: Store) -> None:
     assert report.problems == []
     assert report.checked == {
         "groups drawn": 5, "trajectories committed": 4, "registered": 2, "claimed": 4, "batches decided": 1,
-        "versions recorded": 2, "leftover files of ended workers": 0,
+        "versions recorded": 2, "leftovers of ended workers": 0,
     }  # fmt: skip
 
 

@@ -12,13 +12,20 @@ from unittest.mock import patch
 from laminar.buffer import claims, steps
 from laminar.buffer.coordination import Transaction
 from laminar.buffer.memory_table import MemoryTable
+from laminar.buffer.partials import Partial
+from laminar.buffer.records import WeightsHead
 from laminar.buffer.session import Leadership, Session, transact_or_read_back
 from laminar.simulator.engine import SimEngine
+from laminar.simulator.learner import SimLearner
+from laminar.simulator.oracle import Oracle
+from laminar.workers.managing.cleaning import Cleaner
 from laminar.workers.rollout import Rollout
 from laminar.workers.rollouts import outbox
+from laminar.workers.rollouts.generation import Generation
 from laminar.workers.rollouts.halting import Halting
 from laminar.workers.rollouts.loading import Loader
 from laminar.workers.rollouts.trajectory import Trajectory
+from laminar.workers.training.publishing import Publisher
 
 
 @contextlib.contextmanager
@@ -157,6 +164,165 @@ def swap_not_told() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def generated_past_its_end() -> Iterator[None]:
+    """Whoever adopts a trajectory generates on, though its turn has ended."""
+    real = Trajectory.restore
+
+    def restore(self: Trajectory, partial: Partial) -> None:
+        real(self, partial)
+        if self.turn_state == "acting":
+            self.turn_state, self.finish_reason = "generating", None
+
+    def known_end(self: Generation, t: Trajectory) -> str | None:
+        return "length" if self.budget(t) <= 0 else None
+
+    with patch.object(Trajectory, "restore", restore), patch.object(Generation, "_known_end", known_end):
+        yield
+
+
+@contextlib.contextmanager
+def fragment_taken_for_finished() -> Iterator[None]:
+    """Whoever adopts a trajectory takes what is there for the whole of its turn."""
+    real = Trajectory.restore
+
+    def restore(self: Trajectory, partial: Partial) -> None:
+        real(self, partial)
+        if self.policy_mask[-1:] == [True] and self.turn_state == "generating":
+            self.turn_state, self.finish_reason = "acting", "stop"
+
+    with patch.object(Trajectory, "restore", restore):
+        yield
+
+
+@contextlib.contextmanager
+def fragment_taken_for_too_long() -> Iterator[None]:
+    """As `fragment_taken_for_finished`, and said to be as long as it may."""
+    real = Trajectory.restore
+
+    def restore(self: Trajectory, partial: Partial) -> None:
+        real(self, partial)
+        if self.policy_mask[-1:] == [True] and self.turn_state == "generating":
+            self.turn_state, self.finish_reason = "acting", "length"
+
+    with patch.object(Trajectory, "restore", restore):
+        yield
+
+
+@contextlib.contextmanager
+def reply_given_twice() -> Iterator[None]:
+    """An environment's reply comes into the sequence twice."""
+    real = Trajectory.environment_replied
+
+    def replied(self: Trajectory, token_ids: Any, *rest: Any) -> None:
+        real(self, [*token_ids, *token_ids], *rest)
+
+    with patch.object(Trajectory, "environment_replied", replied):
+        yield
+
+
+@contextlib.contextmanager
+def older_version_told() -> Iterator[None]:
+    """Spans name the right weights, under the number of the version before."""
+    real = Trajectory.policy_wrote
+
+    def wrote(self: Trajectory, token_ids: Any, logprobs: Any, at: int) -> None:
+        real(self, token_ids, logprobs, at)
+        if self.spans and self.spans[-1].version == self.version > 0:
+            self.spans[-1] = replace(self.spans[-1], version=self.version - 1)
+
+    with patch.object(Trajectory, "policy_wrote", wrote):
+        yield
+
+
+@contextlib.contextmanager
+def nothing_cleaned() -> Iterator[None]:
+    """The manager never removes anything."""
+
+    async def clean(self: Cleaner) -> int:
+        return 0
+
+    with patch.object(Cleaner, "clean", clean):
+        yield
+
+
+@contextlib.contextmanager
+def keys_of_the_dead_stay() -> Iterator[None]:
+    """The manager removes files only."""
+
+    async def of_the_dead(self: Cleaner, *_: Any) -> int:
+        return 0
+
+    with patch.object(Cleaner, "_of_the_dead", of_the_dead):
+        yield
+
+
+@contextlib.contextmanager
+def cleaner_breaks() -> Iterator[None]:
+    """The manager's process ends once of an error that nobody foresaw."""
+    real, broken = Cleaner.clean, list[Cleaner]()
+
+    async def clean(self: Cleaner) -> int:
+        if not broken:
+            broken.append(self)
+            raise KeyError("a fault of the cleaner")
+        return await real(self)
+
+    with patch.object(Cleaner, "clean", clean):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoint_of_other_weights() -> Iterator[None]:
+    """What is restored is not what was saved: a replay trains other weights than the first time."""
+    real = SimLearner.load
+
+    def load(self: SimLearner, folder: Any) -> None:
+        real(self, folder)
+        self._weights = self._weights[::-1]
+
+    with patch.object(SimLearner, "load", load):
+        yield
+
+
+@contextlib.contextmanager
+def old_version_published() -> Iterator[None]:
+    """Whoever offers a version again names the one before as the newest."""
+
+    async def record(self: Publisher, head: WeightsHead) -> None:
+        older = head.model_copy(update={"version": head.version - 1})
+        await self.ledger.guarded_put(self.keys.weights, older, self.ledger.actor.guard())
+
+    with patch.object(Publisher, "_record_offer", record):
+        yield
+
+
+@contextlib.contextmanager
+def oracle_breaks() -> Iterator[None]:
+    """The oracle itself ends with the first change that it sees."""
+
+    def see(self: Oracle, change: Any) -> None:
+        raise KeyError("a fault of the oracle")
+
+    with patch.object(Oracle, "_see", see):
+        yield
+
+
+@contextlib.contextmanager
+def oracle_sleeps() -> Iterator[None]:
+    """The oracle itself misses all that comes after a while."""
+    real = Oracle.watch
+
+    async def watch(self: Oracle) -> None:
+        watching = asyncio.create_task(real(self))
+        await asyncio.sleep(5.0)
+        watching.cancel()
+        await asyncio.Event().wait()
+
+    with patch.object(Oracle, "watch", watch):
+        yield
+
+
 MUTATIONS = {
     m.__name__: m
     for m in (
@@ -170,3 +336,19 @@ MUTATIONS = {
         swap_not_told,
     )
 }
+
+CHECKS: dict[Callable[[], Any], tuple[str, int]] = {
+    generated_past_its_end: ("an end inside a turn", 13),
+    fragment_taken_for_finished: ("finished by 'stop' in the midst of a turn", 0),
+    fragment_taken_for_too_long: ("finished by 'length' in the midst of a turn", 0),
+    reply_given_twice: ("not reply 1", 5),
+    older_version_told: ("which it never was", 0),
+    nothing_cleaned: ("left over: partials/", 0),
+    keys_of_the_dead_stay: ("left over: /laminar/", 3),
+    cleaner_breaks: ("ended with KeyError('a fault of the cleaner')", 0),
+    checkpoint_of_other_weights: ("was trained to 2 different weights", 19),
+    old_version_published: ("was published after", 0),
+    oracle_breaks: ("the oracle's watch ended with KeyError", 0),
+    oracle_sleeps: ("the oracle saw etcd's changes up to", 0),
+}
+"""Bugs that one check each is there for, with what it says of them and a seed from which on it soon does."""

@@ -111,8 +111,9 @@ def test_what_to_simulate_must_be_said_once(here: Path) -> None:
 # -- a recorded run ---------------------------------------------------------------------------------------------
 
 
-def record(root: Path, *, steps: int = 4, train_s: float = 2.0) -> None:
-    """Two rollouts, each of which decodes its trajectories four at a time, 0.01 s a token; steps of 16 trajectories."""
+def record(root: Path, *, steps: int = 4, train_s: float = 2.0, retired: dict[str, int] | None = None) -> None:
+    """Two rollouts, each of which decodes its trajectories four at a time, 0.01 s a token; steps of 16 trajectories,
+    in groups of 4, of which `retired` counts those not trained, by reason."""
     import lance
 
     source = np.random.default_rng(0)
@@ -132,24 +133,32 @@ def record(root: Path, *, steps: int = 4, train_s: float = 2.0) -> None:
         rows.append(row)
     lance.write_dataset(pa.Table.from_pylist(rows, schema=EXPERIENCE), str(root / "experience.lance"))
     mean = float(np.mean([len(row["token_ids"]) for row in rows]))
+    groups = {"no_signal": 0, "error": 0} | (retired or {})
+    recorded = {f"groups_{kind}": float(n) for kind, n in (groups | {"trained": 4 - sum(groups.values())}).items()}
+    recorded |= {"train_s": train_s, "response_length_mean": mean, "publish_copy_s": 0.0}
     metrics = [
         {"step": step, "version": step + 1, "digest": "d", "at": START_US, "commit_seq": step,
-         "metrics": json.dumps({"train_s": train_s, "response_length_mean": mean, "publish_copy_s": 0.0})}
+         "metrics": json.dumps(recorded)}
         for step in range(steps)
     ]  # fmt: skip
     lance.write_dataset(pa.Table.from_pylist(metrics, schema=STEP_METRICS), str(root / "step_metrics.lance"))
 
 
-@pytest.fixture
-def recorded(make_store: MakeStore, here: Path) -> Path:
+def make_recorded(make_store: MakeStore, groups_per_step: int, **options: Any) -> Path:
     root = make_store("my-run", tables=False)
     manifest = json.loads((root / "run.json").read_text())
     manifest["config"] |= {
-        "trainer": {"groups_per_step": 4}, "sampling": {"samples_per_prompt": 4}, "rollout": {"max_running": 4},
+        "trainer": {"groups_per_step": groups_per_step}, "sampling": {"samples_per_prompt": 4},
+        "rollout": {"max_running": 4},
     }  # fmt: skip
     (root / "run.json").write_text(json.dumps(manifest))
-    record(root)
+    record(root, **options)
     return root
+
+
+@pytest.fixture
+def recorded(make_store: MakeStore, here: Path) -> Path:
+    return make_recorded(make_store, 4)
 
 
 def test_a_fit_finds_the_rates_that_were_recorded(recorded: Path) -> None:
@@ -160,6 +169,17 @@ def test_a_fit_finds_the_rates_that_were_recorded(recorded: Path) -> None:
     assert full[0] == pytest.approx(4, abs=0.3) and full[2] == pytest.approx(0.01, rel=0.01)
     mean = sum(found.lengths) / len(found.lengths)
     assert found.rollouts == pytest.approx(16 * mean / (2.0 * found.rollout_rate), rel=0.01)
+    assert found.train_rate == found.consume_rate == pytest.approx(16 * (mean + 10) / 2.0, rel=0.01)
+
+
+def test_groups_that_were_retired_are_consumed_and_not_trained(make_store: MakeStore, here: Path) -> None:
+    """Steps of 2 groups, to which another without signal and a failed one come: 4 are generated, 1 is computed."""
+    found = fit(open_store(str(make_recorded(make_store, 2, retired={"no_signal": 2, "error": 1}))))
+    mean = sum(found.lengths) / len(found.lengths)
+    assert found.step_tokens == pytest.approx(16 * mean, rel=0.01)
+    assert found.rollouts == pytest.approx(16 * mean / (2.0 * found.rollout_rate), rel=0.01)
+    assert found.train_rate == pytest.approx(4 * (mean + 10) / 2.0, rel=0.01)
+    assert found.consume_rate == pytest.approx(16 * (mean + 10) / 2.0, rel=0.01)
 
 
 def test_a_fit_says_what_balances_and_writes_a_file_that_can_be_simulated(recorded: Path, here: Path) -> None:

@@ -1,7 +1,7 @@
 """`laminar simulate --fit RUN`: what a recorded run says of lengths and rates, and how many rollouts balance a trainer.
 
     experience: lengths, starts, ends, workers ──▶ how many ran at once, seconds a token ──▶ decode table
-    step_metrics: train_s                      ──▶ trained tokens a second
+    step_metrics: train_s, groups              ──▶ consumed tokens a step, computed tokens a second
               consumed tokens a step / (seconds a step x tokens a second of one rollout) = rollouts for a trainer
 
 The lengths go into a file beside the TOML, which `laminar simulate` draws from.
@@ -39,9 +39,10 @@ order by "group", sample
 
 @dataclass(frozen=True)
 class Fit:
-    """Rates in tokens a second: `rollout_rate` of one rollout's policy tokens while it has work, `train_rate` of the
-    trainer, prompts counted. `decode`: rows of (batch, tokens in the KV cache, seconds a token). `step_s`: the median
-    of a training step; `step_tokens`: policy tokens that a step consumes, those of retired groups too."""
+    """Rates in tokens a second: `rollout_rate` of one rollout's policy tokens while it has work; of the trainer, with
+    prompts, `train_rate` of what it computes and `consume_rate` of all that its steps consume. `decode`: rows of
+    (batch, tokens in the KV cache, seconds a token). `step_s`: the median of a training step; `step_tokens`: policy
+    tokens that a step consumes, those of retired groups too."""
 
     run: str
     lengths: list[int]
@@ -50,6 +51,7 @@ class Fit:
     workers: int
     rollout_rate: float
     train_rate: float
+    consume_rate: float
     step_s: float
     step_tokens: float
     decode: list[tuple[float, float, float]]
@@ -96,7 +98,7 @@ def fit(store: StoreView) -> Fit:
     names = sorted(set(workers))
     busy_s = sum(_busy_s(began[workers == name], ended[workers == name]) for name in names)
     config = config_from(dict(store.run.config), origin=f"{store.root}/run.json")
-    step_s, train_rate, step_tokens = _training(store, config)
+    training = _training(store, config)
     return Fit(
         run=store.run.run,
         lengths=[int(n) for n in tokens if n > 0],
@@ -104,9 +106,10 @@ def fit(store: StoreView) -> Fit:
         turns=max(1, round(float(np.mean(rows["turns"].to_pylist())))),
         workers=_at_once(began, ended, workers),
         rollout_rate=float(tokens.sum()) / busy_s,
-        train_rate=train_rate,
-        step_s=step_s,
-        step_tokens=step_tokens,
+        train_rate=training.train_rate,
+        consume_rate=training.consume_rate,
+        step_s=training.step_s,
+        step_tokens=training.step_tokens,
         decode=_decode_table(began, ended, tokens, prompts, workers),
         groups_per_step=config.trainer.groups_per_step,
         samples_per_prompt=config.sampling.samples_per_prompt,
@@ -115,21 +118,40 @@ def fit(store: StoreView) -> Fit:
     )
 
 
-def _training(store: StoreView, config: Config) -> tuple[float, float, float]:
-    """Median seconds of a step, tokens a second of the trainer, policy tokens that a step consumes."""
+@dataclass(frozen=True)
+class Training:
+    """As the fields of the same names in `Fit`."""
+
+    step_s: float
+    train_rate: float
+    consume_rate: float
+    step_tokens: float
+
+
+def _training(store: StoreView, config: Config) -> Training:
+    """A step also retires what has no signal or failed: it is generated and consumed like the rest, and computed only
+    with `trainer.skip_no_signal` off."""
     rows = store.query("select metrics from step_metrics where step >= 0 order by step").to_pylist()
-    metrics = [json.loads(row["metrics"]) for row in rows]
-    seconds = [m["train_s"] for m in metrics if m.get("train_s")]
-    lengths = [m["response_length_mean"] for m in metrics if m.get("train_s") and m.get("response_length_mean")]
-    if not seconds or not lengths:
+    metrics = [m for row in rows if (m := json.loads(row["metrics"])).get("train_s") and m.get("response_length_mean")]
+    if not metrics:
         raise StoreError(f"{store.root} has no trained step with its duration (train_s in step_metrics)")
     copies = [m["publish_copy_s"] for m in metrics if m.get("publish_copy_s")]
-    trajectories = config.trainer.groups_per_step * config.sampling.samples_per_prompt
     prompt = store.query("select avg(len(prompt_ids)) as n from experience").to_pylist()[0]["n"] or 0.0
-    step_tokens = trajectories * float(np.mean(lengths))
-    step_s = median(seconds)
-    rate = (step_tokens + trajectories * prompt) / step_s
-    return step_s + (median(copies) if copies else 0.0), rate, step_tokens
+    seconds = np.array([m["train_s"] for m in metrics])
+    lengths = np.array([m["response_length_mean"] for m in metrics])
+    trained, no_signal, error = (
+        config.sampling.samples_per_prompt * np.array([m[f"groups_{kind}"] for m in metrics])
+        for kind in ("trained", "no_signal", "error")
+    )
+    consumed = trained + no_signal + error
+    computed = trained if config.trainer.skip_no_signal else trained + no_signal
+    step_s = float(np.median(seconds)) + (median(copies) if copies else 0.0)
+    return Training(
+        step_s=step_s,
+        train_rate=float(np.median(computed * (lengths + prompt) / seconds)),
+        consume_rate=float(np.mean(consumed * (lengths + prompt)) / np.median(seconds)),
+        step_tokens=float(np.mean(consumed * lengths)),
+    )
 
 
 def _busy_s(began: np.ndarray, ended: np.ndarray) -> float:
@@ -237,8 +259,8 @@ max_running = {found.max_running}
 decode = [
 {decode}]
 kv_tokens = {room}   # not recorded: room for all that runs at once
-prefill_tokens_per_s = {FORWARD_SHARE * found.train_rate:.1f}   # not recorded: three times the rate of training
-train_tokens_per_s = {found.train_rate:.1f}
+prefill_tokens_per_s = {FORWARD_SHARE * found.train_rate:.1f}   # not recorded: three times the rate of what is computed
+train_tokens_per_s = {found.consume_rate:.1f}   # of all that a step consumes: retired groups cost the trainer nothing
 
 [compare]
 policies = ["synchronous", "one-step", "stream", "partial", "laminar"]

@@ -22,7 +22,7 @@ ONE = {
     "trajectories committed": "trajectory committed",
     "batches decided": "batch decided",
     "versions recorded": "version recorded",
-    "leftover files of ended workers": "leftover file of an ended worker",
+    "leftovers of ended workers": "leftover of an ended worker",
     "problems": "problem",
 }
 

@@ -10,8 +10,8 @@ from laminar.workers.viewing.auditing import counted
 @pytest.mark.parametrize(
     ("n", "what", "told"),
     [
-        (1, "leftover files of ended workers", "1 leftover file of an ended worker"),
-        (0, "leftover files of ended workers", "0 leftover files of ended workers"),
+        (1, "leftovers of ended workers", "1 leftover of an ended worker"),
+        (0, "leftovers of ended workers", "0 leftovers of ended workers"),
         (1, "trajectories committed", "1 trajectory committed"),
         (2, "batches decided", "2 batches decided"),
         (1, "claimed", "1 claimed"),

@@ -20,6 +20,7 @@ import logging
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
+from laminar.buffer.coordination import Delete, Transaction, unchanged
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import PartialLog, PartialRows, assemble, read_partials
 from laminar.buffer.prompts import locate
@@ -139,12 +140,13 @@ class Rollout:
     async def waiting(self) -> list[Held]:
         """The claims in this worker's inbox, in the order of drawing."""
         result: list[Held] = []
-        for key in sorted(self.inbox.items):
+        for key, item in sorted(self.inbox.items.items()):
             name = key.rsplit("/", 1)[-1]
             kv = await self.run_info.coordination.get(self.run_info.keys.claims + name)
             held = Held.of(kv) if kv else None
             if held is None or held.claim.owner != self.member.id:
-                await self.run_info.coordination.delete(key)
+                # The item that was seen: the trajectory may be back by now, with another of the same name.
+                await self.run_info.coordination.transact(Transaction((unchanged(item),), (Delete(key),)))
             elif held.id not in self.live:
                 result.append(held)
         return result

@@ -191,11 +191,15 @@ class Evaluator:
                 budget -= len(new)
                 replies.append(conversation.decode(new))
                 messages.append({"role": "assistant", "content": replies[-1]})
-                if finish == "length" or n + 1 == config.environment.max_turns or budget <= 0:
+                # As in training: the environment sees the last reply too, for its state is what a reward may look at.
+                if finish == "length" or config.environment.max_turns == 1:
                     break
                 turn = await host.step(prompt, state, replies[-1])
                 state = turn.state
                 if turn.done:
+                    break
+                if n + 1 == config.environment.max_turns:
+                    finish = "environment"
                     break
                 messages += turn.messages
                 sequence = [*sequence, *conversation.turn_ids(turn.messages)]

@@ -75,17 +75,19 @@ class Host:
     def __init__(self, reply: int = 0) -> None:
         self.reply = reply
         self.scored: list[tuple[str, int]] = []
+        self.states: set[str] = set()
 
     async def reset(self, prompt: Any) -> Turn:
         return Turn([{"role": "user", "content": str(prompt.prompt_index)}])
 
     async def step(self, prompt: Any, state: Any, reply: str) -> Turn:
-        return Turn([{"role": "tool", "content": "9" * self.reply}])
+        return Turn([{"role": "tool", "content": "9" * self.reply}], state=f"{state}+")
 
     async def score(self, prompt: Any, transcript: Any) -> Score:
         if prompt.prompt_index == 1:
             raise EnvironmentFailure("reward_error", "the judge is away")
         self.scored.append((transcript.finish_reason, len(transcript.messages)))
+        self.states.add(transcript.state)
         return Score(1.0)
 
 
@@ -232,6 +234,20 @@ async def test_a_reply_that_fills_the_model_ends_the_conversation_as_length() ->
         ("length", "ok", 1)
     }
     assert set(host.scored) == {("length", 3)}, "the judge sees the environment's reply"
+
+
+async def test_the_environment_sees_the_last_reply_before_the_judge_looks_at_its_state() -> None:
+    """As in training, where such a conversation ends as "environment"."""
+    world = World(environment={"max_turns": 2}, rollout={"max_model_len": 64}, sampling={"max_tokens": 32})
+    await world.ask()
+    evaluator = await world.evaluator("r1")
+    host = Host(reply=1)
+    evaluator.equipment.host = host  # type: ignore[misc, assignment]
+    await evaluator.claim_requests([REQUEST])
+    evaluator.start(5, "d5")
+    await asyncio.sleep(10)
+    assert {r["finish_reason"] for r in await world.rows()} == {"environment"}
+    assert host.states == {"++"} and set(host.scored) == {("environment", 4)}
 
 
 async def test_a_held_out_prompt_that_leaves_no_room_has_no_reward() -> None:

@@ -178,7 +178,8 @@ async def test_drift_of_a_version_that_others_have_followed_is_noticed(
         await life.trainer.run()
     await life.kill()
 
-    world.relay.holdings.discard(1)
+    if any(held.name.version == 1 for held in world.relay.holdings.versions()):  # it may have given way to others
+        world.relay.holdings.discard(1)
     second = await world.life(checkpoint_every=100)
     drifting(second, 1)
     with caplog.at_level(logging.ERROR):

@@ -42,6 +42,7 @@ from laminar.buffer.prompts import locate
 from laminar.config import load_config_with
 from laminar.workers.environments.single_turn import prompt_messages
 from laminar.workers.environments.sources import load_prompts
+from laminar.workers.learning.schedule import learning_rate
 from laminar.workers.models import resolve_model
 from laminar.workers.pools import prompt_of
 from laminar.workers.viewing.inspect import StoreView
@@ -193,7 +194,7 @@ def trl_task(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         "samples_per_prompt": s.samples_per_prompt,
         "max_tokens": s.max_tokens,
         "temperature": s.temperature,
-        "learning_rate": t.learning_rate,
+        "learning_rates": [learning_rate(t, step) for step in range(options.max_steps)],
         "betas": t.betas,
         "weight_decay": t.weight_decay,
         "max_grad_norm": t.max_grad_norm,

@@ -6,8 +6,8 @@ JSON file, events go out as JSON lines (`began` at the start of the first step, 
     .venv-trl/bin/python benchmarks/trl_baseline.py task.json events.jsonl
 
 The task file: {"model": folder, "prompts": [{"messages", "dataset", "options", "entry"}] in the order of drawing,
-"groups_per_step", "samples_per_prompt", "max_tokens", "temperature", "learning_rate", "betas", "weight_decay",
-"max_grad_norm", "clip_low", "clip_high", "max_steps", "stop_at" (or null), "precision", "seed"}.
+"groups_per_step", "samples_per_prompt", "max_tokens", "temperature", "learning_rates" (one a step), "betas",
+"weight_decay", "max_grad_norm", "clip_low", "clip_high", "max_steps", "stop_at" (or null), "precision", "seed"}.
 
 precision   "autocast": float32 weights, bfloat16 compute (TRL's own `bf16=True`; the learner of Laminar does the same)
             "bfloat16": weights, optimizer and compute in bfloat16: faster, with updates that rounding may swallow
@@ -30,6 +30,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import reasoning_gym
 from datasets import Dataset
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -102,8 +103,7 @@ def settings(task: dict[str, Any], folder: str) -> GRPOConfig:
         num_generations=task["samples_per_prompt"],
         max_completion_length=task["max_tokens"],
         temperature=task["temperature"],
-        learning_rate=task["learning_rate"],
-        lr_scheduler_type="constant",
+        learning_rate=max(task["learning_rates"]),
         adam_beta1=task["betas"][0],
         adam_beta2=task["betas"][1],
         weight_decay=task["weight_decay"],
@@ -124,6 +124,19 @@ def settings(task: dict[str, Any], folder: str) -> GRPOConfig:
     )
 
 
+class Trainer(GRPOTrainer):
+    """GRPOTrainer with the learning rates that are given, one a step."""
+
+    def __init__(self, rates: list[float], **kwargs: Any) -> None:
+        self.rates = rates
+        super().__init__(**kwargs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        peak, last = max(self.rates), len(self.rates) - 1
+        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: self.rates[min(step, last)] / peak)
+        return self.lr_scheduler
+
+
 def main() -> None:
     if len(sys.argv) != 3:
         raise SystemExit(f"usage: {sys.argv[0]} TASK.json EVENTS.jsonl")
@@ -137,7 +150,8 @@ def main() -> None:
     rows = Dataset.from_list([{"prompt": p["messages"], "place": i} for i, p in enumerate(prompts)])
     with tempfile.TemporaryDirectory() as folder, open(sys.argv[2], "w", encoding="utf-8") as events:
         reporter = Reporter(events, task["stop_at"])
-        trainer = GRPOTrainer(
+        trainer = Trainer(
+            task["learning_rates"],
             model=task["model"],
             reward_funcs=scorer(prompts),
             args=settings(task, folder),

@@ -201,6 +201,11 @@ class TrainerConfig(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
+    decay_steps: int = Field(0, ge=0)
+    """Steps after the warm-up in which the learning rate falls, along half a cosine, to `decay_to` of its peak, where
+    it stays; 0: it stays at its peak."""
+    decay_to: float = Field(0.1, ge=0, le=1)
+    """Share of the peak learning rate that is left after `decay_steps`."""
     betas: tuple[float, float] = (0.9, 0.99)
     """AdamW moments, each from 0 to below 1."""
 

@@ -32,6 +32,7 @@ from laminar.workers.learning.forward import can_share_prompts, score
 from laminar.workers.learning.inputs import assemble, check_batch, row_of, scored_mask
 from laminar.workers.learning.loading import cast_parameters, load_model, set_process
 from laminar.workers.learning.losses import kl_k3, policy_loss, token_weights
+from laminar.workers.learning.schedule import learning_rate
 from laminar.workers.learning.settings import settings_of, with_settings
 from laminar.workers.learning.tally import Tally, batch_metrics
 from laminar.workers.models import copy_tokenizer, tensor_names
@@ -136,7 +137,7 @@ class TorchLearner:
             **tally.metrics(with_reference=self.config.kl_coefficient > 0),
             **agreement,
             **outcome,
-            "learning_rate": self._learning_rate(),
+            "learning_rate": learning_rate(self.config, self._version),
             "no_signal_groups": float(len(advantages.no_signal)),
             "tokens": float(trained_tokens),
             "forward_backward_s": computed - started,
@@ -311,7 +312,7 @@ class TorchLearner:
         finite = norm < float("inf")
         if finite:
             for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate()
+                group["lr"] = learning_rate(self.config, self._version)
             self._optimizer.step()
             self._updates += 1
             self._stale = True
@@ -319,10 +320,6 @@ class TorchLearner:
         if not finite:
             log.warning("step %d: gradient norm %s, the update is skipped", self._version, norm)
         return {"grad_norm": norm if finite else None, "skipped_nonfinite": float(not finite)}
-
-    def _learning_rate(self) -> float:
-        """Of the step about to be taken: linear over `warmup_steps`, then constant."""
-        return self.config.learning_rate * min(1.0, (self._version + 1) / max(1, self.config.warmup_steps))
 
     def _split_masters(self) -> dict[str, nn.Parameter]:
         """float32 masters by name, tied weights once: the model's own parameters, unless it computes in bfloat16."""

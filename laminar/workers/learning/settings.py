@@ -15,9 +15,9 @@ from laminar.config import TrainerConfig
 from laminar.errors import ConfigError
 
 LEARNER_FIELDS = (
-    "learning_rate", "warmup_steps", "betas", "weight_decay", "max_grad_norm", "advantage", "loss", "aggregation",
-    "clip_low", "clip_high", "importance_cap", "kl_coefficient", "mask_truncated", "micro_batch_tokens",
-    "share_prompts", "no_signal", "skip_no_signal", "deterministic", "threads",
+    "learning_rate", "warmup_steps", "decay_steps", "decay_to", "betas", "weight_decay", "max_grad_norm", "advantage",
+    "loss", "aggregation", "clip_low", "clip_high", "importance_cap", "kl_coefficient", "mask_truncated",
+    "micro_batch_tokens", "share_prompts", "no_signal", "skip_no_signal", "deterministic", "threads",
 )  # fmt: skip
 """Fields of `TrainerConfig`. `threads` as resolved: their number changes the order of sums, so the bits."""
 TEMPERATURE = "sampling.temperature"

@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from laminar.config import TrainerConfig
 from laminar.errors import ConfigError, LaminarError
 from laminar.relay.tensors import views
+from laminar.workers.learning.schedule import learning_rate
 from laminar.workers.models import fingerprint, tensor_names
 
 MIXED = [[(5, 1.0), (3, 0.0), (7, 0.0)], [(4, 1.0), (6, 0.0)], [(2, 0.5), (9, 1.0), (1, 0.0), (4, 0.0)]]
@@ -209,6 +211,15 @@ def test_warm_up_is_linear_then_constant(learner_of, batch_of):
     batch = batch_of([[(2, 1.0), (2, 0.0)]])
     rates = [learner.train(batch).metrics["learning_rate"] for _ in range(6)]
     assert rates == pytest.approx([0.25e-4, 0.5e-4, 0.75e-4, 1e-4, 1e-4, 1e-4])
+
+
+def test_the_rate_falls_along_half_a_cosine_after_the_warm_up():
+    config = TrainerConfig(warmup_steps=2, learning_rate=1e-4, decay_steps=4, decay_to=0.2)
+    rates = [learning_rate(config, step) for step in range(9)]
+    assert rates[:3] == pytest.approx([0.5e-4, 1e-4, 1e-4])
+    assert rates[4] == pytest.approx(0.6e-4), "half way between the peak and what is left"
+    assert rates[2] > rates[3] > rates[4] > rates[5] > rates[6]
+    assert rates[6:] == pytest.approx([0.2e-4] * 3)
 
 
 def test_a_warm_up_that_never_ends_is_refused(learner_of):

@@ -12,7 +12,7 @@ import pytest
 from laminar.config import TrainerConfig
 from laminar.errors import ConfigError
 from laminar.workers.learning import learner as learner_module
-from laminar.workers.learning import loading
+from laminar.workers.learning import loading, schedule
 from laminar.workers.learning.settings import LEARNER_FIELDS, SETTINGS, settings_of, with_settings
 
 MIXED = [[(5, 1.0), (3, 0.0), (7, 0.0)], [(4, 1.0), (6, 0.0)]]
@@ -25,7 +25,7 @@ OTHER = {
 
 def test_all_that_the_learner_reads_of_the_config_is_recorded():
     """A value that shapes a step and is not recorded would be today's at a replay."""
-    source = inspect.getsource(learner_module) + inspect.getsource(loading)
+    source = "".join(inspect.getsource(module) for module in (learner_module, loading, schedule))
     read = set(re.findall(r"config\.(\w+)", source)) & TrainerConfig.model_fields.keys()
     assert read and read <= set(LEARNER_FIELDS)
     assert read == set(LEARNER_FIELDS), "and nothing else is"

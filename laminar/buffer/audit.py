@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from laminar.buffer.archive import read_archive
-from laminar.buffer.claims import Held
+from laminar.buffer.claims import Held, stranded
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.extent import behind, read_extent
 from laminar.buffer.keys import Keys, parse_trajectory
@@ -56,6 +56,8 @@ class Picture:
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
     """Files and keys of the dead that nothing refers to."""
+    stranded: list[Id] = field(default_factory=list)
+    """Trajectories that wait for a living worker whose inbox does not have them."""
     offered: dict[int, set[str]] = field(default_factory=dict)
     """Digests under which each version was made available again after its publication."""
     behind: list[str] = field(default_factory=list)
@@ -98,6 +100,7 @@ async def gather(
         picture.offered.setdefault(int(version), set()).add(digest)
     picture.claims = [Held.of(by_key[k]) for k in under(keys.claims)]
     living = {k.rsplit("/", 1)[-1] for k in under(keys.workers_root)}
+    picture.stranded = [h.id for h in stranded(picture.claims, living, by_key, keys)]
     table_head = one(keys.head("experience"))
     experience = TableHead.parse(table_head) if table_head else TableHead(lance_version=0, rows=0)
     done_segments: set[str] = set()
@@ -218,6 +221,8 @@ def _exactly_once(p: Picture) -> list[str]:
         problems.append(f"invariant 1: trajectories in two places {_some(twice)}")
     if unknown := sorted(places.keys() - drawn):
         problems.append(f"invariant 1: trajectories that were never drawn {_some(unknown)}")
+    if p.stranded:
+        problems.append(f"invariant 1: trajectories that wait for a worker that does not know it {_some(p.stranded)}")
     return problems
 
 

@@ -15,7 +15,7 @@ ended can commit, and each claim's mod_revision, so that exactly one of two raci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -206,6 +206,12 @@ def hand_over_transaction(
     return Transaction(compares, tuple(operations))
 
 
+def put_back_transaction(keys: Keys, guard: Compare, held: Held) -> Transaction:
+    """The inbox item that a waiting claim should have, if the claim still waits and has none."""
+    item = keys.inbox_item(held.claim.owner, *held.id)
+    return Transaction((guard, unchanged(held.kv), absent(item)), (Put(item, str(held.claim.term)),))
+
+
 def finish_transaction(
     keys: Keys, guard: Compare, held: Sequence[Held], segment: str, incoming: Incoming
 ) -> Transaction:
@@ -219,6 +225,13 @@ def finish_transaction(
 
 def referenced_versions(claims: Iterable[Claim]) -> list[int]:
     return sorted({c.version for c in claims})
+
+
+def stranded(claims: Iterable[Held], alive: Container[str], inbox: Container[str], keys: Keys) -> list[Held]:
+    """Claims that wait for a living owner who cannot know of them, of one revision of claims and `inbox` (keys), or of
+    claims that are older: each must be compared again with what is written."""
+    waiting = [h for h in claims if h.claim.state == "waiting" and h.claim.owner in alive]
+    return [h for h in waiting if keys.inbox_item(h.claim.owner, *h.id) not in inbox]
 
 
 def orphans(claims: Mapping[str, Held], alive: set[str]) -> list[Held]:

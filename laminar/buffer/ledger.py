@@ -149,6 +149,11 @@ class Ledger:
 
         return await transact_or_read_back(self.coordination, transaction, committed=committed)
 
+    async def put_back(self, held: Held) -> bool:
+        """Fill the inbox of a waiting claim's owner again; False if the claim went on or has its item."""
+        transaction = claims.put_back_transaction(self.keys, self.actor.guard(), held)
+        return (await self.coordination.transact(transaction)).succeeded
+
     async def finish(
         self, held: Sequence[Held], segment: str, incoming: Incoming
     ) -> list[Held]:

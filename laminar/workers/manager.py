@@ -92,6 +92,7 @@ class Manager:
             living = await self.run_info.coordination.range(self.run_info.keys.workers("rollout"))
             lost = claims.orphans(held, {WorkerRecord.parse(kv.value).id for kv in living.items})
         await self._hand_over([h for h in lost if not claims.exhausted(h.claim)], candidates)
+        await self._put_back(held)
         # Last, since it needs storage: whatever can go on does not wait for that.
         for orphan in [h for h in lost if claims.exhausted(h.claim)]:
             try:
@@ -111,6 +112,18 @@ class Manager:
             log.info("gave %d orphaned trajectories to living rollouts", moved)
         elif lost and not candidates:
             log.warning("%d trajectories wait for an owner: no rollout is alive", len(lost))
+
+    async def _put_back(self, held: dict[str, Held]) -> None:
+        """A claim that waits without an inbox item would wait as long as its owner lives. Nothing is known to lose
+        one, so each is told."""
+        keys, alive = self.run_info.keys, {WorkerRecord.parse(kv.value).id for kv in self.rollouts.items.values()}
+        if not claims.stranded(held.values(), alive, (), keys):
+            return
+        inbox = {kv.key for kv in (await self.run_info.coordination.range(keys.inbox_root)).items}
+        for stranded in claims.stranded(held.values(), alive, inbox, keys):
+            if await self.ledger.put_back(stranded):
+                name, owner = stranded.kv.key.rsplit("/", 1)[-1], stranded.claim.owner
+                log.error("trajectory %s waited for %s, whose inbox did not have it: put back", name, owner)
 
     def _candidates(self, held: dict[str, Held]) -> list[Candidate]:
         owned: dict[str, int] = {}

@@ -356,6 +356,16 @@ async def test_decisions_and_offers_in_the_archive_count_as_those_in_etcd(
     assert check(archived).problems == [] and archived.decisions == [decision] and archived.offered == {0: {"drifted"}}
 
 
+async def test_a_trajectory_that_waits_for_a_worker_that_does_not_know_it_is_named(store: Store) -> None:
+    held = (await store.gather()).claims[0]
+    owner = held.claim.owner
+    await store.w.coordination.put(held.kv.key, claims.reassigned(held.claim, owner, "move").dump())
+    [problem] = check(await store.gather()).problems
+    assert f"wait for a worker that does not know it 1 ({held.id})" in problem
+    await store.w.coordination.put(KEYS.inbox_item(owner, *held.id), "2")
+    assert check(await store.gather()).ok
+
+
 async def test_files_of_the_dead_that_nothing_refers_to_are_counted(store: Store) -> None:
     """Invariant 7, as far as one look can tell: the manager removes them in bounded time."""
     for path in ("partials/gone/000000.arrows", "partials/rollout-a/000000.arrows", "incoming/experience/gone-7.arrow"):

@@ -13,7 +13,7 @@ from world import KEYS, World, draw, kill
 from laminar.buffer import claims
 from laminar.buffer.archive import BLOCK, read_archive
 from laminar.buffer.claims import Held
-from laminar.buffer.coordination import KeyValue, Put, Transaction
+from laminar.buffer.coordination import Delete, KeyValue, Put, Transaction
 from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.ledger import Ledger
@@ -97,6 +97,24 @@ async def test_nothing_is_taken_from_a_rollout_that_joined_a_moment_ago() -> Non
         manager.rollouts.items = {k: v for k, v in manager.rollouts.items.items() if "r-late" not in k}
         await manager.sweep()
     assert {h.claim.owner for h in (await world.claims()).values()} == {"r-late"}
+
+
+async def test_a_waiting_trajectory_is_put_back_into_the_inbox_that_lost_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Its owner lives, so no sweep would give it to another, and would never learn of it."""
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await world.member("rollout", "r-heir")
+    await draw(dead)
+    kill(dead)
+    async with manager.rollouts, manager.loads:
+        await manager.sweep()
+        items = world.under(KEYS.inbox_root)
+        await manager.sweep()
+        assert len(items) == 2 and "put back" not in caplog.text
+        await manager.run_info.coordination.transact(Transaction((), (Delete(KEYS.inbox_root + items[0]),)))
+        for _ in range(2):
+            await manager.sweep()
+            assert world.under(KEYS.inbox_root) == items and caplog.text.count("put back") == 1
 
 
 async def test_orphans_wait_while_no_rollout_lives_and_are_not_lost() -> None:

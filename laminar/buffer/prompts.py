@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -153,12 +154,14 @@ def _numbered(row: int) -> str:
 
 
 def validate_rows(
-    raw: Iterable[Mapping[str, Any]], limits: PromptLimits | None = None, *, place: Callable[[int], str] = _numbered
-) -> tuple[pa.Table, PromptReport]:
+    raw: Iterable[Mapping[str, Any]], limits: PromptLimits | None = None, *, place: Callable[[int], str] = _numbered,
+    content: Callable[[Mapping[str, Any]], str] = itemgetter("prompt"),
+) -> tuple[pa.Table, PromptReport]:  # fmt: skip
     """Usable rows, numbered from 0 in their order, as a table of schema PROMPTS, and a report of the others.
 
     `prompt` may be text, UTF-8 bytes or a list of messages; `metadata` a mapping or JSON. `place` says where the n-th
-    of `raw` stands in its source. Raises ConfigError if nothing is left.
+    of `raw` stands in its source; of rows with the same `content` (of a row of text columns) the first is kept. Raises
+    ConfigError if nothing is left.
     """
     limits = limits or PromptLimits()
     report = PromptReport()
@@ -168,12 +171,12 @@ def validate_rows(
         report.rows += 1
         values = {name: source.get(name) for name in TEXT_COLUMNS}
         reason, row = _clean(values, limits)
-        if reason is None and (content := hashlib.sha256(row["prompt"].encode()).digest()) in seen:
+        if reason is None and (digest := hashlib.sha256(content(row).encode()).digest()) in seen:
             reason = "the same as an earlier prompt"
         if reason is not None:
             report.drop(reason, place(number), values["prompt"])
             continue
-        seen.add(content)
+        seen.add(digest)
         clean.append({"prompt_index": len(clean), **row})
     report.kept = len(clean)
     if not clean:

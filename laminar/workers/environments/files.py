@@ -33,7 +33,7 @@ def _jsonl(path: str, leave_out: LeaveOut) -> Iterator[tuple[str, dict[str, Any]
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line.decode("utf-8"))
+                    row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except UnicodeDecodeError:
                     leave_out("not UTF-8", place)
                     continue

@@ -24,6 +24,8 @@ from laminar.workers.environments.single_turn import spelled_messages
 
 Row = dict[str, Any]
 """A row of schema PROMPTS without its `prompt_index`."""
+Content = Callable[[Mapping[str, Any]], str]
+"""Rows of equal content are one prompt."""
 
 _CHUNK = 500
 """Problems of a procedural data set that are made at once: some data sets know no index beyond their size."""
@@ -75,15 +77,19 @@ class PromptSet:
     report: SourceReport
 
 
-def load_prompts(config: PromptsConfig, evaluation: EvaluationConfig, *, reward: str = "") -> PromptSet:
+def load_prompts(
+    config: PromptsConfig, evaluation: EvaluationConfig, *, reward: str = "", environment: bool = False
+) -> PromptSet:
     """Read the configured source. Deterministic in its arguments. Blocks: call it in a thread.
 
-    `reward`: the built-in reward that scores the prompts; those that it could only fail on are left out. Raises
-    ConfigError if the source cannot be read, or if no prompt is left for training."""
+    `reward`: the built-in reward that scores the prompts; those that it could only fail on are left out. `environment`:
+    whether one plays them: rows of a file or data set with equal words may be different tasks then. Raises ConfigError
+    if the source cannot be read, or if no prompt is left for training."""
+    content = task_key if environment else content_key
     report = SourceReport(f"{config.source} {config.dataset}".strip())
     if config.source in ("file", "huggingface"):
         raw = _file_rows(config, report) if config.source == "file" else _huggingface_rows(config)
-        train, held_out = _split(_usable(raw, config, report, reward), config, evaluation)
+        train, held_out = _split(_usable(raw, config, report, reward, content), config, evaluation, content)
     else:
         make = _reasoning_gym(config) if config.source == "reasoning-gym" else _reversals
         train, held_out = _procedural(make, config, evaluation, report)
@@ -98,6 +104,12 @@ def load_prompts(config: PromptsConfig, evaluation: EvaluationConfig, *, reward:
 def content_key(row: Mapping[str, Any]) -> str:
     """Rows with equal keys are the same prompt: white space and the answer do not make another."""
     return hashlib.sha256(" ".join(row["prompt"].split()).encode()).hexdigest()
+
+
+def task_key(row: Mapping[str, Any]) -> str:
+    """Rows with equal keys are the same task of an environment, which may set it by the answer or the metadata."""
+    told = json.dumps([row["answer"], json.loads(row["metadata"])], sort_keys=True)
+    return hashlib.sha256(f"{content_key(row)}:{told}".encode()).hexdigest()
 
 
 def _explain_shortage(config: PromptsConfig, evaluation: EvaluationConfig, report: SourceReport) -> None:
@@ -243,11 +255,14 @@ def _huggingface_rows(config: PromptsConfig) -> Iterator[tuple[str, Row]]:
     return ((f"row {index}", dict(row)) for index, row in enumerate(rows))
 
 
-def _usable(raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: SourceReport, reward: str) -> list[Row]:
+def _usable(
+    raw: Iterable[tuple[str, Row]], config: PromptsConfig, report: SourceReport, reward: str, content: Content
+) -> list[Row]:
     """Rows of a file or data set that can be used, one for each content."""
     places: list[str] = []
     try:
-        table, validation = validate_rows(_columns(raw, config, report, reward, places), place=places.__getitem__)
+        columns = _columns(raw, config, report, reward, places)
+        table, validation = validate_rows(columns, place=places.__getitem__, content=content)
     except ConfigError as error:
         before = f"; before that, left out: {report.told()}" if report.left_out else ""
         raise ConfigError(f"{report.source}: {error}{before}") from error
@@ -316,13 +331,15 @@ def _text(answer: object) -> str:
     return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
 
 
-def _split(rows: list[Row], config: PromptsConfig, evaluation: EvaluationConfig) -> tuple[list[Row], list[Row]]:
+def _split(
+    rows: list[Row], config: PromptsConfig, evaluation: EvaluationConfig, content: Content
+) -> tuple[list[Row], list[Row]]:
     """Held out are the rows whose content hashes lowest under the seed: the choice does not depend on their order."""
 
     def rank(row: Row) -> str:
-        return hashlib.sha256(f"{evaluation.seed}:{content_key(row)}".encode()).hexdigest()
+        return hashlib.sha256(f"{evaluation.seed}:{content(row)}".encode()).hexdigest()
 
-    chosen = {content_key(row) for row in sorted(rows, key=rank)[: evaluation.size]}
-    held_out = [row for row in rows if content_key(row) in chosen]
-    train = [row for row in rows if content_key(row) not in chosen]
+    chosen = {content(row) for row in sorted(rows, key=rank)[: evaluation.size]}
+    held_out = [row for row in rows if content(row) in chosen]
+    train = [row for row in rows if content(row) not in chosen]
     return train[: config.size], held_out

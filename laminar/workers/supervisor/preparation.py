@@ -65,7 +65,10 @@ async def plan_run(config: Config) -> Plan:
     existing = await read_run(storage) if await storage.exists(PATH) else None
     folder = await asyncio.to_thread(resolve_model, config.model.path)
     await asyncio.to_thread(_check_memory, config, folder)
-    prompts = await asyncio.to_thread(load_prompts, config.prompts, config.evaluation, reward=_scoring_reward(config))
+    prompts = await asyncio.to_thread(
+        load_prompts, config.prompts, config.evaluation, reward=_scoring_reward(config),
+        environment=config.environment.name != "single-turn",
+    )  # fmt: skip
     train, held_out, note = await _fitting(config, folder, prompts)
     model = await asyncio.to_thread(fingerprint, folder)
     fingerprints = Fingerprints(

@@ -128,6 +128,25 @@ def test_a_jsonl_file_with_bad_lines_names_them(tmp_path: Path) -> None:
     assert sum(prompts.report.left_out.values()) == 8
 
 
+def test_a_byte_order_mark_belongs_to_no_row(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    prompts = load(source="file", dataset=str(tmp_path / "prompts.jsonl"))
+    assert [row["prompt"] for row in prompts.train] == ["a", "b"] and not prompts.report.left_out
+
+
+def test_tasks_of_an_environment_may_have_the_same_words(tmp_path: Path) -> None:
+    rows = [{"prompt": "Guess the number.", "answer": n % 4, "secret": n % 20} for n in range(30)]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config, held_out = PromptsConfig(source="file", dataset=str(path)), EvaluationConfig(size=5)
+    played = load_prompts(config, held_out, environment=True)
+    secrets = [[json.loads(row["metadata"])["secret"] for row in part] for part in (played.train, played.held_out)]
+    assert (len(secrets[0]), len(secrets[1])) == (15, 5) and {*secrets[0], *secrets[1]} == set(range(20))
+    assert played.report.left_out == {"the same as an earlier prompt": 10}
+    with pytest.raises(ConfigError, match="no prompt is left for training"):
+        load_prompts(config, held_out)
+
+
 def test_held_out_rows_of_a_file_are_chosen_by_content(tmp_path: Path) -> None:
     rows = [{"question": f"q{i}", "solution": str(i)} for i in range(50)]
     paths = []

@@ -24,6 +24,7 @@ from laminar.relay.holdings import Holdings
 from laminar.relay.pull import Repair
 from laminar.relay.transport.base import Transport, VersionName
 from laminar.relay.transport.selection import open_transports
+from laminar.relay.transport.tcp import listen_at
 from laminar.workers.context import Member, Run
 from laminar.workers.machine import Machine
 from laminar.workers.mirror import Bell, Mirror
@@ -64,6 +65,12 @@ def listening(config: RelayConfig, host: str) -> tuple[str, str]:
     if bind in ("0.0.0.0", "::") and not advertise:
         advertise = host
     return bind, advertise
+
+
+async def check_listening(config: RelayConfig) -> None:
+    """Raises ConfigError if a relay that began on this host now could not listen."""
+    bind, _ = listening(config, socket.gethostname())
+    (await listen_at(bind, config.port)).close()
 
 
 def address_within(network: str) -> str:

@@ -29,6 +29,7 @@ from laminar.buffer.schema import FORMAT_VERSION, TABLES
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.errors import ConfigError, LaminarError, StoreError
+from laminar.workers.chain import check_listening
 from laminar.workers.supervisor.children import worker_command
 from laminar.workers.supervisor.disk import restarted, watch_disk
 from laminar.workers.supervisor.ending import Ending, forget_ending, write_ending
@@ -69,8 +70,9 @@ async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     plan = await plan_run(config)
+    await check_listening(config.relay)
+    await _check_etcd(config)
     if dry_run:
-        await _check_etcd(config)
         _say(plan.describe())
         _say("dry run: nothing was started or written")
         return 0

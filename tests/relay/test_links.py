@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from laminar.errors import ConfigError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece
 from laminar.relay.transport.base import FabricFailed, FindSource, Link, LinkBroken
@@ -131,3 +132,16 @@ async def test_an_address_that_does_not_answer_leaves_time_for_the_next(names: l
         await link.close()
     finally:
         await transport.close()
+
+
+async def test_a_place_where_no_relay_can_listen_is_named_with_its_setting() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        taken = TcpTransport(secret=b"s" * 32, run="demo", relay="r0", bind="127.0.0.1", port=port)
+        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: .*in use; .* or correct relay\.port"):
+            await taken.listen(lambda name: None)
+    foreign = TcpTransport(secret=b"s" * 32, run="demo", relay="r0", bind="203.0.113.7")
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.7:0: .*; correct relay\.bind"):
+        await foreign.listen(lambda name: None)

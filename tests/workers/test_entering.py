@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 
 from laminar.buffer.keys import Keys
 from laminar.buffer.manifest import Fingerprints, RunFile
@@ -13,9 +15,12 @@ from laminar.buffer.records import RunManifest
 from laminar.buffer.schema import PROMPTS
 from laminar.buffer.storage import LocalStorage
 from laminar.clock import SystemClock
-from laminar.config import config_from
+from laminar.config import Config, config_from
+from laminar.errors import ConfigError
+from laminar.workers import local
 from laminar.workers.context import Run, open_run
 from laminar.workers.local import _enter
+from laminar.workers.supervisor import run_etcd
 from laminar.workers.supervisor.preparation import Plan
 
 PRINTS = Fingerprints(model="a", tokenizer="b", template="c", prompts="d", held_out="e")
@@ -66,3 +71,23 @@ async def test_workers_that_stayed_are_told_of_a_changed_config(tmp_path: Path) 
     assert first.config_digest == same.config_digest != "" and longer.config_digest != first.config_digest
     assert (first.config.run.max_steps, longer.config.run.max_steps) == (40, 80)
     await coordination.close()
+
+
+@pytest.mark.parametrize("fault", ["etcd", "port"])
+def test_what_a_run_cannot_reach_is_told_before_it_writes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    async def planned(config: Config) -> Plan:
+        return Plan(config, LocalStorage(tmp_path / "store"), Path("m"), ROWS, PROMPTS.empty_table(), "", PRINTS, None)
+
+    monkeypatch.setattr(local, "plan_run", planned)
+    monkeypatch.setattr(run_etcd, "REACH_ETCD_S", 0.5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        changed = {"etcd": {"coordination": {"endpoints": [f"127.0.0.1:{port}"]}}, "port": {"relay": {"port": port}}}
+        config = config_from({"run": {"name": "a-run"}, "model": {"path": "m"}, **changed[fault]})
+        with pytest.raises(ConfigError, match={"etcd": "no etcd answers at", "port": r"in use; .*relay\.port"}[fault]):
+            local.run(config, text="", dry_run=False, plain=True)
+    assert not list(tmp_path.iterdir())

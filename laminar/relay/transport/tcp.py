@@ -10,6 +10,7 @@ you trust, as most clusters' are.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -57,6 +58,27 @@ MAX_STRANGERS, MAX_PEERS = 64, 512
 BACKLOG = 128
 
 
+async def listen_at(address: str, port: int) -> socket.socket:
+    """A listening socket; `port` 0: any free one. Raises ConfigError, naming the setting to correct."""
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        listener = _stream_socket(found[0][0])
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(found[0][4])
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as e:
+        remedy = "correct relay.bind"
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            remedy = "stop what listens there, or correct relay.port"
+        raise ConfigError(f"a relay cannot listen at {address}:{port}: {e.strerror or e}; {remedy}") from e
+    return listener
+
+
 class TcpTransport:
     """`bind`: address to listen at, `port` 0 takes a free one; `advertise`: the host name that others use, if another.
 
@@ -92,7 +114,7 @@ class TcpTransport:
 
     async def listen(self, find: FindSource) -> str:
         """Raises ConfigError if the address cannot be bound."""
-        self._listener = await self._bound()
+        self._listener = await listen_at(self._bind, self._port)
         host, port = self._listener.getsockname()[:2]
         self._spawn(self._accept(self._listener, find))
         return join_endpoint(self._advertise or host, port)
@@ -137,24 +159,6 @@ class TcpTransport:
             self._listener = None
 
     # -- serving ------------------------------------------------------------------------------------------------
-
-    async def _bound(self) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        try:
-            found = await loop.getaddrinfo(self._bind, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            listener = _stream_socket(found[0][0])
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(found[0][4])
-                listener.listen(BACKLOG)
-            except OSError:
-                listener.close()
-                raise
-        except OSError as e:
-            raise ConfigError(
-                f"a relay cannot listen at {self._bind}:{self._port}: {e.strerror or e}; correct relay.bind"
-            ) from e
-        return listener
 
     async def _accept(self, listener: socket.socket, find: FindSource) -> None:
         loop = asyncio.get_running_loop()

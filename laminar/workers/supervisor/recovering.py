@@ -45,7 +45,7 @@ async def _run_recover(storage: Storage, endpoints: Sequence[str], force: bool, 
     tables = {name: open_table(storage, name) for name in TABLES}
     async with etcd_of(storage, file, endpoints, create=not dry_run) as access:
         if access is None:
-            return await _dry_run(storage, tables, file, Known(), file.generation + 1, "its data are not there")
+            return await _dry_run(storage, tables, file, Known(), file.generation + 1, ("its data are not there",))
         coordination = access.connect()
         try:
             return await recover(coordination, storage, tables, file, force=force, dry_run=dry_run)
@@ -62,7 +62,7 @@ async def recover(
     if not force:
         state.refuse()
     if dry_run:
-        return await _dry_run(storage, tables, file, state.known, state.generation, state.reason)
+        return await _dry_run(storage, tables, file, state.known, state.generation, state.reasons)
     config = config_from(file.config, origin="run.json")
     record = RunManifest(
         run=file.run, store=storage.url, storage=config.storage.model_dump(), store_id=file.store_id,
@@ -77,16 +77,16 @@ async def recover(
         recovery, keys = await rebuilder.rebuild(make_plan)
     finally:
         await rebuilder.close()
-    lines = describe(recovery, file, keys.generation, state.reason)
+    lines = describe(recovery, file, keys.generation, state.reasons)
     return "\n".join([*lines, "", "next", "  laminar run CONFIG", f"  laminar audit {storage.url}"])
 
 
 async def _dry_run(
-    storage: Storage, tables: Mapping[str, Table], file: RunFile, known: Known, generation: int, reason: str
+    storage: Storage, tables: Mapping[str, Table], file: RunFile, known: Known, generation: int, reasons: Sequence[str]
 ) -> str:
     config = config_from(file.config, origin="run.json")
     recovery = await _plan(storage, tables, config, known, generation)
-    return "\n".join([*describe(recovery, file, generation, reason), "dry run: nothing was written"])
+    return "\n".join([*describe(recovery, file, generation, reasons), "dry run: nothing was written"])
 
 
 async def _plan(
@@ -108,11 +108,11 @@ async def _plan(
 
 @dataclass(frozen=True)
 class EtcdState:
-    """What is there of the run in etcd. `reason` says why a recovery is due; empty if it is not. `generation` is the
+    """What is there of the run in etcd. `reasons` say why a recovery is due; none if it is not. `generation` is the
     one that a recovery would begin."""
 
     run: str
-    reason: str
+    reasons: tuple[str, ...]
     alive: tuple[str, ...]
     known: Known
     generation: int
@@ -125,7 +125,7 @@ class EtcdState:
                 f"run {self.run!r} is at work: {shown} (alive in etcd: {len(self.alive)}). Stop it, or fence it out "
                 "with --force"
             )
-        if not self.reason:
+        if not self.reasons:
             raise ConfigError(
                 f"nothing is to be recovered: etcd knows run {self.run!r} and is not behind its store. `laminar run "
                 "CONFIG` resumes it; --force rebuilds etcd all the same"
@@ -141,7 +141,7 @@ async def why(coordination: Coordination, storage: Storage, tables: Mapping[str,
     manifest = RunManifest.parse(kv.value) if kv else None
     generation = next_generation(file, manifest, items)
     if manifest is None:
-        return EtcdState(file.run, "it knows nothing of the run", (), Known(), generation)
+        return EtcdState(file.run, ("it knows nothing of the run",), (), Known(), generation)
     if manifest.store_id != file.store_id:
         raise ConfigError(
             f"etcd knows a run {file.run!r} with its store at {manifest.store} (id {manifest.store_id}), which is not "
@@ -155,14 +155,15 @@ async def why(coordination: Coordination, storage: Storage, tables: Mapping[str,
     reasons = behind(extent, mine, keys)
     if manifest.generation < file.generation:
         reasons.insert(0, f"it is of generation {manifest.generation}, the store of generation {file.generation}")
-    return EtcdState(file.run, "; ".join(reasons), tuple(alive), Known.of(mine, keys), generation)
+    return EtcdState(file.run, tuple(reasons), tuple(alive), Known.of(mine, keys), generation)
 
 
 # -- what is said -----------------------------------------------------------------------------------------------
 
 
-def describe(recovery: Recovery, file: RunFile, generation: int, reason: str) -> list[str]:
+def describe(recovery: Recovery, file: RunFile, generation: int, reasons: Sequence[str]) -> list[str]:
     """One line a subject: what the new etcd holds, and what is lost."""
+    why_due = reasons or ("sound, and rebuilt all the same",)
     head, weights = recovery.trainer, recovery.weights
     registered: Counter[str] = Counter()
     for segment in recovery.segments:
@@ -170,7 +171,7 @@ def describe(recovery: Recovery, file: RunFile, generation: int, reason: str) ->
     committed = ", ".join(f"{h.rows} of {name}" for name, h in sorted(recovery.heads.items()))
     lines = [
         f"run        {file.run}, generation {generation}",
-        f"etcd       {reason or 'sound, and rebuilt all the same'}",
+        *(f"{'etcd' if n == 0 else '':<10} {reason}" for n, reason in enumerate(why_due)),
         f"drawn      {recovery.cursor} groups, {head.consumed_groups} of them consumed",
         f"committed  rows: {committed}",
         "durable    rows registered again: " + (_listed(registered) or "none"),

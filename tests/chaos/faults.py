@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from observer import Observer
+from privileges import privileged
 from real_run import RealRun
 
 from laminar.buffer.etcd import EtcdCoordination
@@ -222,20 +222,3 @@ def _free_ports(count: int) -> list[int]:
     finally:
         for probe in probes:
             probe.close()
-
-
-NOT_LET = ("not permitted", "denied", "not supported", "Unknown device type")
-
-
-def privileged(command: list[str]) -> None:
-    """Run it, or skip the test with the reason why this machine does not let us. Any other failure is one."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip(f"{command[0]} is not installed")
-    if done.returncode == 0:
-        return
-    failed = f"{' '.join(command)}: {done.stderr.strip()}"
-    if os.geteuid() == 0 and not any(reason in done.stderr for reason in NOT_LET):
-        raise AssertionError(failed)
-    pytest.skip(f"this machine does not let us: {failed}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from privileges import memory_disk
 
 MakeRun = Callable[..., Any]
 REPOSITORY = Path(__file__).parents[2]
@@ -49,13 +50,8 @@ def test_a_second_laminar_run_is_refused_and_status_tells_how_it_ended(real_run:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1200m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with memory_disk(tmp_path / "store", "1200m") as folder:
+        yield folder
 
 
 @pytest.mark.nightly

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from privileges import memory_disk
 
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.files import StorageFull
@@ -18,14 +18,8 @@ from laminar.workers.supervisor.etcd_process import EtcdProcess
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 170 MiB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=170m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with memory_disk(tmp_path / "disk", "170m") as folder:
+        yield folder
 
 
 def fill(folder: Path) -> Path:

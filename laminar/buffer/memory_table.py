@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,9 @@ class MemoryTable:
 
     `lose_reply`: the next commit succeeds and raises StoreError; `fail_commit`: the next commit raises and adds
     nothing; `unreadable`: the newest version does not open until `repair()` sets it aside, as after a power cut;
-    `unfenced`: a late commit is rebased on the newest version, as Lance does without a commit lock.
+    `unfenced`: a late commit is rebased on the newest version, as Lance does without a commit lock; `late_s`: the next
+    commit is made so many seconds later, whatever has become of who asked for it: a thread goes on after its owner gave
+    up, and so does a request to an object store.
     """
 
     def __init__(self, schema: pa.Schema, clock: Clock | None = None) -> None:
@@ -39,6 +43,8 @@ class MemoryTable:
         self.fail_commit = False
         self.unreadable = False
         self.unfenced = False
+        self.late_s = 0.0
+        self._late: asyncio.TimerHandle | None = None
         self._versions: list[_Version] = []
 
     async def version(self) -> int:
@@ -51,17 +57,47 @@ class MemoryTable:
         if self.fail_commit:
             self.fail_commit = False
             raise StoreError(f"commit {key!r} failed before it was made")
-        # Nothing is awaited from here on: what others commit meanwhile is seen.
+        if self.late_s:
+            wait_s, self.late_s = self.late_s, 0.0
+            await self._make_late(wait_s, rows, target, key)
+        else:
+            # Nothing is awaited from here on: what others commit meanwhile is seen.
+            self._make(rows, target, key)
+        if self.lose_reply:
+            self.lose_reply = False
+            raise StoreError(f"the reply to commit {key!r} was lost")
+        return self._version
+
+    async def _make_late(self, wait_s: float, rows: pa.Table, target: int, key: str) -> None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[TargetTaken | None] = loop.create_future()
+
+        def make() -> None:
+            refusal = None
+            try:
+                self._make(rows, target, key)
+            except TargetTaken as e:
+                refusal = e
+            if not answer.done():
+                answer.set_result(refusal)
+
+        # In nobody's context: the death of who asked does not stop it.
+        self._late = loop.call_later(wait_s, make, context=Context())
+        if (refusal := await answer) is not None:
+            raise refusal
+
+    def forget_late(self) -> None:
+        """A commit that is on its way still never arrives."""
+        if self._late is not None:
+            self._late.cancel()
+
+    def _make(self, rows: pa.Table, target: int, key: str) -> None:
         if target != self._version + 1 and not self.unfenced:
             raise TargetTaken(
                 f"commit {key!r} was to become version {target}, the next one is {self._version + 1}; look for its key"
             )
         before = self._versions[-1].rows if self._versions else self.schema.empty_table()
         self._versions.append(_Version(self._version + 1, key, pa.concat_tables([before, rows])))
-        if self.lose_reply:
-            self.lose_reply = False
-            raise StoreError(f"the reply to commit {key!r} was lost")
-        return self._version
 
     async def find(self, key: str, *, within: int = 100) -> int | None:
         await self._begin()

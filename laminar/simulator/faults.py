@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -24,6 +24,7 @@ class Kind(Enum):
     POWER_CUT = "power cut"
     BIT_FLIP = "bit flip in a log"
     REPLY_OF_COMMIT = "reply of a commit lost"
+    COMMIT_LATE = "commit lands late"
     COMMIT_FAILS = "commit fails"
     REWARD_HANGS = "reward hangs"
     REWARD_RAISES = "reward raises"
@@ -54,6 +55,7 @@ WEIGHTS: dict[Kind, float] = {
     Kind.ENGINE_BREAKS: 1,
     Kind.REST: 2,
 }
+"""A commit that lands late is every second one whose reply is lost."""
 PROCESS_KINDS = ("rollout", "trainer", "relay", "committer")
 
 
@@ -97,17 +99,18 @@ def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[
     faults = []
     for _ in range(source.randint(1, 12)):
         kind = source.choices(kinds, [WEIGHTS[k] for k in kinds])[0]
-        faults.append(
-            Fault(
-                at=round(source.uniform(1.0, window_s), 3),
-                kind=kind,
-                target=source.choices(PROCESS_KINDS, (3, 3, 2, 2))[0],
-                choice=source.random(),
-                duration=round(source.uniform(0.2, 3.0) * lease_s, 3),
-                calls=source.randint(1, 60),
-                after=source.random() < 0.5,
-            )
+        fault = Fault(
+            at=round(source.uniform(1.0, window_s), 3),
+            kind=kind,
+            target=source.choices(PROCESS_KINDS, (3, 3, 2, 2))[0],
+            choice=source.random(),
+            duration=round(source.uniform(0.2, 3.0) * lease_s, 3),
+            calls=source.randint(1, 60),
+            after=source.random() < 0.5,
         )
+        if kind is Kind.REPLY_OF_COMMIT and fault.after and Kind.COMMIT_LATE not in without:
+            fault = replace(fault, kind=Kind.COMMIT_LATE)
+        faults.append(fault)
     shape = random.Random(f"shape/{seed}")
     long_tails = shape.random() < 0.5
     return Plan(

@@ -71,7 +71,7 @@ class Weather:
                 return self._flip(fault)
             case Kind.REST:
                 return self._rest(fault)
-            case Kind.REPLY_OF_COMMIT | Kind.COMMIT_FAILS:
+            case Kind.REPLY_OF_COMMIT | Kind.COMMIT_LATE | Kind.COMMIT_FAILS:
                 return self._spoil_commit(fault)
             case Kind.LEASE:
                 return self._lose_lease(fault)
@@ -88,11 +88,15 @@ class Weather:
     def _spoil_commit(self, fault: Fault) -> bool:
         c = self.cluster
         name = sorted(c.tables)[int(fault.choice * len(c.tables))]
-        hazard = "lose_reply" if fault.kind is Kind.REPLY_OF_COMMIT else "fail_commit"
+        hazard, value = {
+            Kind.REPLY_OF_COMMIT: ("lose_reply", True),
+            Kind.COMMIT_LATE: ("late_s", fault.duration),
+            Kind.COMMIT_FAILS: ("fail_commit", True),
+        }[fault.kind]
         if getattr(c.tables[name], hazard):
             return False
         c.say(f"fault: {fault.kind.value} of {name}")
-        setattr(c.tables[name], hazard, True)
+        setattr(c.tables[name], hazard, value)
         self._armed[name, hazard] = fault.kind
         return True
 
@@ -185,6 +189,8 @@ class Weather:
             if slot.process is not None:
                 slot.process.kill()
         c.disk.crash(keep_unsynced=fault.choice, zeroed=fault.after)
+        for table in c.tables.values():
+            table.forget_late()
         for table in c.unanswered:
             table.unreadable = fault.after
         c.unanswered.clear()

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -508,6 +508,41 @@ async def test_the_twin_loses_replies_and_refuses_commits_when_told() -> None:
     with pytest.raises(StoreError, match="failed before"):
         await table.commit(rows(4), target=2, key="b")
     assert await table.find("b") is None and await table.version() == 1
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_the_twin_makes_a_commit_late_if_its_target_is_free_still(given_up: bool) -> None:
+    """Whether or not who asked for it waits."""
+    table = MemoryTable(STEPS)
+
+    async def late(key: str, target: int, meanwhile: Callable[[], Awaitable[object]]) -> BaseException | int:
+        table.late_s = 0.02
+        asked = asyncio.create_task(table.commit(rows(0), target=target, key=key))
+        await asyncio.sleep(0.01)
+        assert await table.find(key) is None
+        if given_up:
+            asked.cancel()
+        await meanwhile()
+        await asyncio.sleep(0.05)
+        (outcome,) = await asyncio.gather(asked, return_exceptions=True)
+        return outcome
+
+    assert await late("free", 1, table.version) == 1 or given_up
+    assert await table.find("free") == 1
+    outcome = await late("taken", 2, lambda: table.commit(rows(4), target=2, key="another"))
+    assert isinstance(outcome, asyncio.CancelledError if given_up else TargetTaken)
+    assert await table.find("taken") is None and await table.version() == 2
+
+
+async def test_the_twin_forgets_a_late_commit_in_a_power_cut() -> None:
+    table = MemoryTable(STEPS)
+    table.late_s = 0.01
+    asked = asyncio.create_task(table.commit(rows(0), target=1, key="a"))
+    await asyncio.sleep(0)
+    table.forget_late()
+    await asyncio.sleep(0.05)
+    asked.cancel()
+    assert await table.version() == 0
 
 
 async def test_the_twin_shows_a_late_append_that_is_rebased() -> None:

@@ -96,6 +96,17 @@ def test_a_commit_that_nobody_makes_does_not_fail(kind: Kind) -> None:
     in_weather(test, fault(kind), fault(kind))
 
 
+def test_a_commit_that_lands_late_counts_when_it_is_asked_for() -> None:
+    async def test(cluster: Cluster, weather: Weather) -> None:
+        await weather.blow()
+        assert weather.counted() == {}
+        table = cluster.tables[min(cluster.tables)]
+        assert await table.commit(table.schema.empty_table(), target=1, key="k") == 1
+        assert weather.counted() == {Kind.COMMIT_LATE.value: 1} and cluster.loop.now >= 1.0
+
+    in_weather(test, fault(Kind.COMMIT_LATE))
+
+
 def test_what_is_down_already_or_compacted_already_is_not_hit_again() -> None:
     async def test(cluster: Cluster, weather: Weather) -> None:
         await cluster.create()

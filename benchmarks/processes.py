@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +95,8 @@ def run(
     """Run `command` until it ends, or interrupt it (SIGINT) once `enough()` or after `limit_s`.
 
     Output goes to `log`. `enough` is asked, and memory sampled, every `interval_s`; less often where a sample is dear
-    (see SAMPLING_SHARE). Leaves no process behind. Raises TimeoutError past `limit_s`.
+    (see SAMPLING_SHARE). Leaves no process behind, not even when it is ended by SIGTERM itself (SystemExit). Raises
+    TimeoutError past `limit_s`. For the main thread.
     """
     began = time.monotonic()
     memory = Memory()
@@ -113,6 +115,7 @@ def run(
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     stopped = False
+    handler = signal.signal(signal.SIGTERM, _leave)
     try:
         while child.poll() is None and not stopped:
             if time.monotonic() - began > limit_s:
@@ -125,7 +128,12 @@ def run(
         done.set()
         watching.join()
         _end(child, tree.alive())
+        signal.signal(signal.SIGTERM, handler)
     return Ended(child.returncode, stopped, memory, time.monotonic() - began)
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _end(child: subprocess.Popen[bytes], processes: Sequence[psutil.Process]) -> None:

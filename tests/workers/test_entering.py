@@ -73,6 +73,17 @@ async def test_workers_that_stayed_are_told_of_a_changed_config(tmp_path: Path) 
     await coordination.close()
 
 
+def test_a_run_that_ends_within_its_warm_up_is_told_of_it(tmp_path: Path) -> None:
+    """It is no error: a quick look at a config takes a step or two."""
+
+    def said(steps: int) -> str:
+        config = config_from({"run": {"max_steps": steps}, "model": {"path": "m"}, "trainer": {"warmup_steps": 5}})
+        plan = Plan(config, LocalStorage(tmp_path), Path("m"), ROWS, PROMPTS.empty_table(), "", PRINTS, None)
+        return plan.describe()
+
+    assert "trainer.warmup_steps = 5 is not below run.max_steps = 5" in said(5) and "warmup" not in said(6)
+
+
 @pytest.mark.parametrize("fault", ["etcd", "port"])
 def test_what_a_run_cannot_reach_is_told_before_it_writes_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str

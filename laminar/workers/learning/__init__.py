@@ -22,5 +22,4 @@ def create_learner(config: Config, model_folder: Path) -> TorchLearner:
         config.trainer.model_copy(update={"threads": threads}),
         temperature=config.sampling.temperature,
         dtype=config.model.dtype,
-        total_steps=config.run.max_steps,
     )

@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 class TorchLearner:
     """Implements `base.Learner` on CUDA where there is one, else on the CPU.
 
-    `temperature` is that of the sampling. `total_steps` is the length of the run, which must outlast the warm-up. With
-    bfloat16 the model computes and is published in it, while AdamW works on float32 master weights. Process-wide
-    effects: `config.threads` (if not 0) and, with `config.deterministic`, torch's deterministic algorithms.
+    `temperature` is that of the sampling. With bfloat16 the model computes and is published in it, while AdamW works on
+    float32 master weights. Process-wide effects: `config.threads` (if not 0) and, with `config.deterministic`, torch's
+    deterministic algorithms.
     Raises ConfigError for a model that cannot be trained or published as it is.
     """
 
@@ -56,13 +56,7 @@ class TorchLearner:
         *,
         temperature: float,
         dtype: Literal["bfloat16", "float32"],
-        total_steps: int,
     ) -> None:
-        if config.warmup_steps >= total_steps:
-            raise ConfigError(
-                f"trainer.warmup_steps = {config.warmup_steps} is not below run.max_steps = {total_steps}: the "
-                "learning rate would never reach its peak; shorten the warm-up"
-            )
         set_process(config)
         self.config = config
         self._folder = model_folder

@@ -55,6 +55,11 @@ class Plan:
             f"etcd       {', '.join(c.coordination.endpoints) or 'embedded (a child process)'}",
             f"admission  at most {c.max_ahead_groups} groups ahead of the trainer",
         ]
+        if c.trainer.warmup_steps >= c.run.max_steps:
+            lines.append(
+                f"note       trainer.warmup_steps = {c.trainer.warmup_steps} is not below run.max_steps = "
+                f"{c.run.max_steps}: the learning rate does not get to its peak"
+            )
         return "\n".join(lines)
 
 

@@ -66,10 +66,10 @@ def reference_logprobs(model_folder: Path) -> Callable[[Sequence[int], Sequence[
 def learner_of(model_folder: Path) -> Callable[..., TorchLearner]:
     def make(
         folder: Path = model_folder, *, temperature: float = 1.0, dtype: str = "float32", kind: Any = TorchLearner,
-        total_steps: int = 100, **settings: Any,
+        **settings: Any,
     ) -> TorchLearner:  # fmt: skip
         config = TrainerConfig(**{"learning_rate": 1e-3, **settings})
-        return kind(folder, config, temperature=temperature, dtype=dtype, total_steps=total_steps)
+        return kind(folder, config, temperature=temperature, dtype=dtype)
 
     return make
 

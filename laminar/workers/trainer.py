@@ -83,6 +83,8 @@ class Trainer:
         self.after_step: asyncio.Task[None] | None = None
         self.digests: dict[int, str] = {}
         self.recorded: dict[int, str] = {}
+        self.recorded_before = 0
+        """Versions up to this one had the record of their step when this life began."""
         """Digests of versions that earlier lives published, for those that this one trains again."""
         self.refused = ""
 
@@ -129,6 +131,7 @@ class Trainer:
             await self._offer()
         else:
             self.recorded = await self.steps.digests(self.step_metrics)
+            self.recorded_before = head.step
             published = await self.publisher.published()
             if published is None or published.version <= self.learner.version:
                 await self._offer()
@@ -278,7 +281,9 @@ class Trainer:
         digest = ""
         if staged is not None:
             try:
-                digest = await self.publisher.announce(staged, expected_digest=self.recorded.get(staged.version, ""))
+                expected = self.recorded.get(staged.version, "")
+                recorded = staged.version <= self.recorded_before
+                digest = await self.publisher.announce(staged, expected_digest=expected, recorded=recorded)
                 self.digests[staged.version] = digest
             except (WeightsError, OSError) as e:
                 log.error("version %d was not published: %s", staged.version, e)

@@ -102,8 +102,12 @@ class Publisher:
         await asyncio.to_thread(learner.write_weights, arena.buffer)
         return self.clock.monotonic() - before
 
-    async def announce(self, staged: Staged, *, expected_digest: str = "") -> str:
+    async def announce(self, staged: Staged, *, expected_digest: str = "", recorded: bool = False) -> str:
         """Seal, and make the version the newest if it is newer than the newest; the digest.
+
+        `recorded`: whether the step that made it has its record already, with `expected_digest`, or without one if no
+        relay took the version at the time. Nothing would tell another digest once a newer version is published, so
+        that one is recorded as an offer.
 
         Raises WeightsError if the relay lost it; logs `replay_drift` when the digest is not the expected one. A replay
         need not give the same bits (other hardware, kernels that are not deterministic), and the bits that were
@@ -138,6 +142,8 @@ class Publisher:
                 break
             if found is None or found.version >= staged.version:
                 raise Fenced(f"version {staged.version} was not announced: somebody else published {self.keys.weights}")
+        if recorded and info.digest != expected_digest:
+            await self._record_offer(head)
         log.info("published version %d (%s)", staged.version, info.digest[:12])
         await self.keeper.keep(staged.relay, staged.client, staged.version)
         return info.digest

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from laminar.buffer.keys import Keys
 from laminar.errors import Fenced, LeaseLost
 
 STEPS = 5
@@ -164,6 +165,28 @@ async def test_a_version_that_was_sealed_and_not_announced_is_published_with_oth
     digests = await world.digests()
     assert digests[left.version] not in ("", left.digest)
     assert all(digests.values()) and world.head().state == "done"
+
+
+async def test_a_version_whose_step_was_recorded_unpublished_is_told_once_a_replay_publishes_it(
+    make_world: MakeWorld,
+) -> None:
+    """No relay took the last version of the first life; the second trains it again and publishes it, then goes on: its
+    digest is in no record of a step, and is the newest no more."""
+    world = await make_world(checkpoint_every=100)
+    life = await world.life(checkpoint_every=100)
+    stage = life.trainer.publisher.stage
+
+    async def full(learner: Any, *rest: Any) -> Any:
+        return None if learner.version == STEP else await stage(learner, *rest)
+
+    life.trainer.publisher.stage = full
+    at_step(life, life.trainer.steps, "record", after=True)
+    with pytest.raises(Killed):
+        await life.trainer.run()
+    await life.kill()
+    await (await world.life(checkpoint_every=100)).trainer.run()
+    assert (await world.digests())[STEP] == ""
+    assert len(world.server.page(Keys("run", 1).offers_of(STEP), "", 10, 0).items) == 1
 
 
 async def test_drift_of_a_version_that_others_have_followed_is_noticed(

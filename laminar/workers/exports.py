@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import logging
 import os
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from laminar.buffer.storage import FsspecStorage, Storage
 from laminar.errors import StoreError
 from laminar.workers.checkpoints import EXPORT, checkpoint_path, read_info
 from laminar.workers.models import default_cache
-from laminar.workers.scratch import scratch_folder
+from laminar.workers.scratch import scratch, scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -77,4 +76,9 @@ def _forget_old(cache: Path, store: str) -> None:
         with suppress(FileNotFoundError):  # another process of this host was first
             copies.append((copy.stat().st_mtime_ns, copy))
     for _, old in sorted(copies, reverse=True)[KEEP:]:
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            # Out of the way first: removing its files makes it look new to another process, which then keeps it.
+            with scratch(cache, f".{old.name}-", kind=f".{store}-") as away, suppress(FileNotFoundError):
+                os.rename(old, away)
+        except OSError as e:
+            log.warning("the old copy %s cannot be removed: %s", old, e)

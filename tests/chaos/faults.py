@@ -9,10 +9,11 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from observer import Observer
-from privileges import privileged
+from privileges import memory_disk, privileged
 from real_run import RealRun
 
 from laminar.buffer.etcd import EtcdCoordination
@@ -122,9 +123,8 @@ class SmallDisk:
     ROOMY = "3g"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        privileged(["mount", "-t", "tmpfs", "-o", f"size={self.ROOMY}", "laminar-test", str(folder)])
+        self._mounted = ExitStack()
+        self.folder = self._mounted.enter_context(memory_disk(folder, self.ROOMY))
 
     def fill(self) -> None:
         """Until not one byte is left; the disk is first made small, so that memory is not what gets filled."""
@@ -146,7 +146,7 @@ class SmallDisk:
         subprocess.run(["mount", "-o", f"remount,size={size}", str(self.folder)], check=True)
 
     def close(self) -> None:
-        subprocess.run(["umount", "-l", str(self.folder)], check=True)
+        self._mounted.close()
 
 
 class CutNetwork:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +124,23 @@ def test_two_processes_may_forget_the_same_copy(tmp_path: Path, monkeypatch: pyt
     _forget_old(tmp_path, "store")
     monkeypatch.undo()
     assert len([copy for copy in copies[1:] if copy.exists()]) == KEEP
+
+
+def test_a_copy_half_removed_by_another_process_is_not_taken_for_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file removed from a folder makes it look new."""
+    copies = [left_over(tmp_path / f"store-{i}") for i in range(KEEP + 1)]
+    for age, copy in enumerate(copies):
+        os.utime(copy, (age, age))
+    remove = shutil.rmtree
+
+    def stopped_half_way(folder: Path, **options: Any) -> None:
+        monkeypatch.undo()
+        (folder / "model.safetensors").unlink()
+        _forget_old(tmp_path, "store")
+        remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", stopped_half_way)
+    _forget_old(tmp_path, "store")
+    assert sorted(tmp_path.iterdir()) == copies[1:]

@@ -1,13 +1,16 @@
 """What streaming partial responses to the store costs: generation throughput with it, beside the same without it.
 
     python benchmarks/streaming.py                                        # tiny model, transformers engine
-    python benchmarks/streaming.py --config examples/quickstart.toml --trajectories 128     # vLLM, 135 M parameters
+    python benchmarks/streaming.py --config examples/quickstart.toml     # vLLM, 135 M parameters
 
 One engine, one process, one start: the rollout's own parts (engine, generation, flusher, partial log, scoring process)
 run the same prompts again and again, streaming on and off by turns, so that a busy or slowing machine hits both alike.
 Each round has the same lengths, spread evenly from half of `--max-tokens` to all of it (nothing stops a trajectory
 earlier): of equal lengths all would end at once, and the engine would idle while they wait for one flush. At most
-`rollout.max_running` run at once. Off is `rollout.partials = false`: no row reaches the log and nobody waits for it.
+`rollout.max_running` run at once; the tiny model's rounds have no more than that. Those that wait would join the batch
+of the `transformers` engine, which makes its cache anew whenever some come: with streaming on they come together, after
+a flush, so that rounds of 256 at 128 tell how often they came (on / off 1.3, at a third of the speed).
+Off is `rollout.partials = false`: no row reaches the log and nobody waits for it.
 On, rows go out every `rollout.flush_interval` seconds and at each end of generation, with one fsync a flush
 (`rollout.fsync`). After each round with streaming on, untimed, the log is read back: every token must be there.
 
@@ -187,9 +190,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", type=Path, default=HERE.parent / "examples" / "tiny.toml")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
-    parser.add_argument("--trajectories", type=int, default=256, help="trajectories of a round")
+    parser.add_argument("--trajectories", type=int, default=128, help="trajectories of a round")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of the longest (the tiny model: at most 64)")
-    parser.add_argument("--rounds", type=int, default=6, help="pairs of rounds")
+    parser.add_argument("--rounds", type=int, default=12, help="pairs of rounds")
     options = parser.parse_args()
     config, _ = load_config_with(options.config, options.set)
     length = max(config.rollout.max_model_len, options.max_tokens + PROMPT_ROOM)

@@ -7,6 +7,7 @@ resume are listed in `FROZEN`.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -409,14 +410,26 @@ def load_config_with(path: str | Path, overrides: list[str]) -> tuple[Config, st
         raise ConfigError(f"cannot read the config {path}: {e.strerror}") from e
     except UnicodeDecodeError as e:
         raise ConfigError(f"the config {path} is not UTF-8: {e}") from e
-    return config_from(with_overrides(_parse(text, str(path)), overrides), origin=str(path)), text
+    data = with_overrides(_parse(text, str(path)), overrides)
+    return config_from(data, origin=str(path), overrides=overrides), text
 
 
-def config_from(data: dict[str, Any], *, origin: str = "config") -> Config:
+def config_from(data: dict[str, Any], *, origin: str = "config", overrides: Sequence[str] = ()) -> Config:
+    """`origin`: where it is from, but for the values that are of `overrides` (`section.key=value`)."""
     try:
         return Config.model_validate(data)
     except ValidationError as e:
-        raise ConfigError("\n".join(f"{origin}: {explain(error, Config)}" for error in e.errors())) from e
+        overridden = {item.partition("=")[0].strip() for item in overrides}
+        lines = [f"{_origin_of(error, overridden) or origin}: {explain(error, Config)}" for error in e.errors()]
+        raise ConfigError("\n".join(lines)) from e
+
+
+def _origin_of(error: Any, overridden: Collection[str]) -> str:
+    """`--set` if the value came by it, or the unknown section; else empty."""
+    names = [str(part) for part in error["loc"][:2]]
+    sections = {key.partition(".")[0] for key in overridden}
+    unknown = len(names) == 1 and error["type"] == "extra_forbidden" and names[0] in sections
+    return "--set" if unknown or ".".join(names) in overridden else ""
 
 
 def with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

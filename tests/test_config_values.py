@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from laminar.config import Config, config_from, with_overrides
+from laminar.config import Config, config_from, load_config_with, with_overrides
 from laminar.config_values import is_secret_name
 from laminar.errors import ConfigError
 
@@ -104,3 +105,14 @@ def test_a_sampling_distribution_that_the_trainer_cannot_repeat_is_refused(name:
     """Case 10: top_p 0.5: rejected with a clear error, which names the key, the value and the one that works."""
     with pytest.raises(ConfigError, match=rf"sampling\.{name} = {value} .* set it to"):
         config("sampling", **{name: value})
+
+
+def test_a_value_of_set_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[model]\npath = "tiny"\n[trainer]\nlearning_rat = 1e-4\n')
+    wrong = ["run.seeed=1", "rollouts.workers=2", "sampling.temperature=-1"]
+    with pytest.raises(ConfigError) as failed:
+        load_config_with(path, wrong)
+    lines = sorted(str(failed.value).splitlines())
+    assert [line.partition(": ")[0] for line in lines] == ["--set", "--set", "--set", str(path)]
+    assert "did you mean 'learning_rate'?" in lines[-1]

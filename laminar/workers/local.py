@@ -31,9 +31,10 @@ from laminar.config import Config
 from laminar.errors import ConfigError, LaminarError, StoreError
 from laminar.workers.chain import check_listening
 from laminar.workers.supervisor.children import worker_command
-from laminar.workers.supervisor.disk import restarted, watch_disk
+from laminar.workers.supervisor.disk import watch_disk
 from laminar.workers.supervisor.ending import Ending, forget_ending, write_ending
 from laminar.workers.supervisor.etcd_process import EtcdProcess, find_etcd
+from laminar.workers.supervisor.etcd_restarts import restarted
 from laminar.workers.supervisor.etcd_upkeep import Upkeep
 from laminar.workers.supervisor.exclusion import Supervision, only_supervisor
 from laminar.workers.supervisor.preparation import Plan, plan_run, write_plan

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -45,6 +46,15 @@ INSTALL = (
     "etcd was not found: install it (Debian, Ubuntu: `apt-get install etcd-server`; macOS: `brew install etcd`; else a "
     "release from github.com/etcd-io/etcd), set ETCD_BIN to its path, or name a running one with --etcd HOST:PORT"
 )
+
+
+class EtcdEnded(CoordinationError):
+    """An etcd ended, with this code, before it served."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.killed = code in (-signal.SIGKILL, -signal.SIGTERM)
+        self.how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
 
 
 def find_etcd() -> Path:
@@ -112,7 +122,8 @@ class EtcdProcess:
 
     async def start(self, deadline_s: float = 30.0) -> None:
         """Start and wait until it serves. Raises ConfigError (no etcd, port or folder taken), StorageFull if it ends
-        for want of space, CoordinationError with the last lines of its log if it ends or does not serve in time."""
+        for want of space, EtcdEnded if it ends otherwise, CoordinationError if it does not serve in time, both with the
+        last lines of its log."""
         if self._process is not None and self.returncode is None:
             raise CoordinationError(f"etcd on {self.data_dir} runs already (pid {self.pid})")
         program = await asyncio.to_thread(find_etcd)
@@ -148,12 +159,12 @@ class EtcdProcess:
         client = EtcdCoordination([self.endpoint], timeout_s=1.0)
         try:
             while True:
-                if self.returncode is not None:
+                if (code := self.returncode) is not None:
                     if self.out_of_space:
                         raise StorageFull(disk_full(self.data_dir))
-                    raise CoordinationError(
-                        f"etcd on {self.data_dir} exited with {self.returncode}; the end of {self.log_path}:\n"
-                        + self._tail()
+                    said = self._tail() or "  (it wrote nothing)"
+                    raise EtcdEnded(
+                        f"etcd on {self.data_dir} exited with {code}; the end of {self.log_path}:\n{said}", code
                     )
                 try:
                     await client.transact(all_reads([HEALTH_KEY]))
@@ -250,11 +261,12 @@ class EtcdProcess:
             raise CoordinationError(f"etcd cannot be started with {command[0]}: {failure[0]}") from failure[0]
 
     def _tail(self) -> str:
-        """The last lines that this start has logged."""
+        """The last lines that this start has logged, without the stack of a panic: its reason stands before it."""
         with open(self.log_path, "rb") as log_file:
             log_file.seek(self._log_start)
             lines = log_file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-TAIL_LINES:])
+        stack = next((number for number, line in enumerate(lines) if line.startswith("goroutine ")), None)
+        return "\n".join(lines[:stack][-TAIL_LINES:])
 
 
 def _free_port() -> int:

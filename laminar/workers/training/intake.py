@@ -23,6 +23,8 @@ ERROR_WINDOW = 64
 OUTCOME_COLUMNS = ["group", "sample", "status", "error", "reward", "commit_seq"]
 BARREN_GROUPS, BARREN_STEPS = 1_000, 100
 """So many complete groups, and so many steps' worth of them, without a signal in any end the run."""
+WARN_STEPS = 4
+"""So many steps' worth of them are told."""
 FRESH_TRAJECTORIES = 8
 FRESH_POLL_S = 0.25
 
@@ -79,10 +81,13 @@ class Intake:
         )
 
     def barren(self, waiting: int) -> str:
-        """A warning when `waiting` complete groups, of which none can be trained on, are a tenth of what ends the run.
-        It changes only from tenth to tenth."""
-        tenths = 10 * (waiting - self._forgiven) // self._barren_limit()
-        return self._without_signal(tenths * self._barren_limit() // 10) if tenths > 0 else ""
+        """A warning when `waiting` complete groups, of which none can be trained on, are a few steps' worth, and again
+        at each tenth of what ends the run: it changes only then."""
+        new, limit = waiting - self._forgiven, self._barren_limit()
+        first = min(WARN_STEPS * self.config.trainer.groups_per_step, limit // 10)
+        if new < first:
+            return ""
+        return self._without_signal(max(first, 10 * new // limit * limit // 10))
 
     def too_barren(self, waiting: int) -> str:
         """Why the run must end: rewards that never differ within a group would have it draw for ever, and learn

@@ -12,8 +12,9 @@ from privileges import memory_disk
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.files import StorageFull
 from laminar.errors import CoordinationError
-from laminar.workers.supervisor.disk import restarted, watch_disk
+from laminar.workers.supervisor.disk import watch_disk
 from laminar.workers.supervisor.etcd_process import EtcdProcess
+from laminar.workers.supervisor.etcd_restarts import restarted
 
 
 @pytest.fixture

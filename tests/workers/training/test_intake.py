@@ -72,6 +72,23 @@ async def test_groups_that_never_have_a_signal_end_the_run_with_an_explanation(n
     assert "(limit 40)" in seen.intake.too_barren(seen.waiting)
 
 
+async def test_a_few_steps_worth_of_groups_without_a_signal_are_told_long_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A run that draws and draws without a step must say why, not only after a thousand groups."""
+    monkeypatch.setattr(intake, "BARREN_GROUPS", 1000)
+    seen, first = Experience("count"), intake.WARN_STEPS * GROUPS_A_STEP
+    await seen.commit(first - 1, (0.0, 0.0))
+    assert seen.intake.barren(seen.waiting) == ""
+    await seen.commit(1, (0.0, 0.0))
+    told = seen.intake.barren(seen.waiting)
+    assert told.startswith(f"{first} groups without a step")
+    await seen.commit(50, (0.0, 0.0))
+    assert seen.intake.barren(seen.waiting) == told
+    await seen.commit(50, (0.0, 0.0))
+    assert seen.intake.barren(seen.waiting).startswith("100 groups")
+
+
 async def test_a_run_that_ended_so_is_judged_anew_when_it_is_tried_again() -> None:
     seen = Experience("replace")
     await seen.commit(40, (0.0, 0.0))

@@ -1,7 +1,7 @@
 """What streaming partial responses to the store costs: generation throughput with it, beside the same without it.
 
-    python benchmarks/streaming.py                                        # tiny model, transformers engine
-    python benchmarks/streaming.py --config examples/quickstart.toml     # vLLM, 135 M parameters
+    python benchmarks/streaming.py                                                 # tiny model, transformers engine
+    python benchmarks/streaming.py --config examples/quickstart.toml --rounds 6    # vLLM, 135 M parameters
 
 One engine, one process, one start: the rollout's own parts (engine, generation, flusher, partial log, scoring process)
 run the same prompts again and again, streaming on and off by turns, so that a busy or slowing machine hits both alike.
@@ -9,10 +9,10 @@ Each round has the same lengths, spread evenly from half of `--max-tokens` to al
 earlier): of equal lengths all would end at once, and the engine would idle while they wait for one flush. At most
 `rollout.max_running` run at once; the tiny model's rounds have no more than that. Those that wait would join the batch
 of the `transformers` engine, which makes its cache anew whenever some come: with streaming on they come together, after
-a flush, so that rounds of 256 at 128 tell how often they came (on / off 1.3, at a third of the speed).
-Off is `rollout.partials = false`: no row reaches the log and nobody waits for it.
-On, rows go out every `rollout.flush_interval` seconds and at each end of generation, with one fsync a flush
-(`rollout.fsync`). After each round with streaming on, untimed, the log is read back: every token must be there.
+a flush, so that rounds of 256 at 128 tell how often they came (on / off 1.3, at a third of the speed). Off is
+`rollout.partials = false`: no row reaches the log and nobody waits for it. On, rows go out every
+`rollout.flush_interval` seconds and at each end of generation, with one fsync a flush (`rollout.fsync`). After each
+round with streaming on, untimed, the log is read back: every token must be there.
 
 Not in it: finished rows, claims and weights, which cost the same either way.
 Prints tokens a second of each pair of rounds, the medians, and the median ratio on / off (1.00: streaming is free).

@@ -83,9 +83,9 @@ class Trainer:
         self.after_step: asyncio.Task[None] | None = None
         self.digests: dict[int, str] = {}
         self.recorded: dict[int, str] = {}
+        """Digests of versions that earlier lives published, for those that this one trains again."""
         self.recorded_before = 0
         """Versions up to this one had the record of their step when this life began."""
-        """Digests of versions that earlier lives published, for those that this one trains again."""
         self.refused = ""
 
     async def run(self) -> None:

@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import threading
@@ -49,12 +48,11 @@ INSTALL = (
 
 
 class EtcdEnded(CoordinationError):
-    """An etcd ended, with this code, before it served."""
+    """An etcd ended, with this exit code, before it served."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
-        self.killed = code in (-signal.SIGKILL, -signal.SIGTERM)
-        self.how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
+        self.code = code
 
 
 def find_etcd() -> Path:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from laminar.buffer.files import StorageFull
 from laminar.workers.patience import STORE_WAIT_S
+from laminar.workers.supervisor.disk import LOOK_AGAIN_S, Tell
 from laminar.workers.supervisor.etcd_process import EtcdEnded, EtcdProcess
-from laminar.workers.supervisor.supervision import RestartPolicy
-
-LOOK_AGAIN_S = 5.0
-Tell = Callable[[str], None]
+from laminar.workers.supervisor.supervision import KILLED, RestartPolicy, how_ended
 
 
 async def restarted(
@@ -36,10 +33,10 @@ async def restarted(
             waiting = True
             await asyncio.sleep(look_s)
         except EtcdEnded as e:
-            pause = policy.ended(loop.time() - started, killed=e.killed)
+            pause = policy.ended(loop.time() - started, killed=e.code in KILLED)
             if pause is None or loop.time() >= deadline:
                 raise
-            tell(f"etcd {e.how} while it started; starting it again in {pause:.1f} s")
+            tell(f"etcd {how_ended(e.code)} while it started; starting it again in {pause:.1f} s")
             await asyncio.sleep(pause)
         else:
             if waiting:

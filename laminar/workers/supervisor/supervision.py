@@ -26,6 +26,14 @@ LOG_TAIL = 12
 STOPPED_AT_START_S = 2.0
 
 
+KILLED = (-9, -15)
+"""Exit codes of a process that somebody killed: no crash of its own."""
+
+
+def how_ended(code: int) -> str:
+    return f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
+
+
 @dataclass
 class RestartPolicy:
     """Counts quick crashes in a row; a life longer than QUICK_S forgives them."""
@@ -105,7 +113,7 @@ class Supervised:
             if self.stopping or (code == 0 and await self.is_over()):
                 self.finished = True
                 return
-            pause = self.policy.ended(loop.time() - started, killed=code in (0, -9, -15) or self.excused())
+            pause = self.policy.ended(loop.time() - started, killed=code == 0 or code in KILLED or self.excused())
             if pause is None:
                 raise GaveUp(
                     f"{self.name} crashed {self.policy.quick_crashes} times within {QUICK_S:.0f} s of its start, the "
@@ -118,10 +126,9 @@ class Supervised:
         """How the last process ended, with its last error and where the rest stands."""
         if code == 0:
             return "left the run"
-        if code in (-9, -15):
-            return f"was killed (signal {-code})"
-        how = f"was killed (signal {-code})" if code < 0 else f"ended with exit code {code}"
-        return f"{how}: {last_error(self._lines()) or 'it wrote nothing'} (log: {self.log_file})"
+        if code in KILLED:
+            return how_ended(code)
+        return f"{how_ended(code)}: {last_error(self._lines()) or 'it wrote nothing'} (log: {self.log_file})"
 
     async def stop(self, grace_s: float) -> None:
         self.stopping = True

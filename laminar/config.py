@@ -256,8 +256,12 @@ class TrainerConfig(Section):
     keep_batches: Literal["checkpoints", "all"] = "checkpoints"
     """Batch files kept: those that a restart from a kept checkpoint would train on again, or all. The others only hold
     rows that the experience has too, from which they are made again when they are needed."""
+    devices: int = Field(1, ge=1, le=64)
+    """Devices of the trainer's host, each with a process of its own, over which weights, gradients and optimizer are
+    sharded (FSDP): GPUs where there are any. More than 1 is for a model that one device does not hold."""
     threads: int = Field(0, ge=0)
-    """CPU threads of the trainer; 0: all cores but one for each rollout, at least one."""
+    """CPU threads of each of the trainer's processes; 0: all cores but one for each rollout, shared among them, at
+    least one."""
     deterministic: bool = True
     """Deterministic kernels, so that replayed steps give the same bits."""
     max_error_share: float = Field(0.5, gt=0, le=1)

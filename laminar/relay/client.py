@@ -43,7 +43,7 @@ from laminar.relay.protocol import (
     integer,
     text,
 )
-from laminar.relay.writing import SLOWEST_BYTES, JoinedArena, WritableArena, close_mapping
+from laminar.relay.writing import SLOWEST_BYTES, Invitation, JoinedArena, WritableArena, close_mapping
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class RelayConnection:
                 wire.close()
                 return None
             mapping = _map(fd, layout.total_bytes, writable=True)
-            return WritableArena(layout, mapping, wire, self.timeout, text(reply, "ticket", 64))
+            invitation = Invitation(str(self.socket_path), self.run, text(reply, "ticket", 64))
+            return WritableArena(layout, mapping, wire, self.timeout, invitation)
         except BaseException:
             wire.close()
             raise
@@ -219,11 +220,13 @@ class AsyncRelayClient:
     async def versions(self) -> list[VersionInfo]:
         return await asyncio.to_thread(self.connection.versions)
 
-    async def reserve(self, layout: Layout) -> WritableArena | None:
-        return await asyncio.to_thread(self.connection.reserve, layout)
+    async def reserve(self, layout: Layout, *, writers: int = 1) -> WritableArena | None:
+        return await asyncio.to_thread(self.connection.reserve, layout, writers=writers)
 
-    async def seal(self, arena: WritableArena, version: int, *, replaces: str = "") -> VersionInfo:
-        return await asyncio.to_thread(arena.seal, version, replaces=replaces)
+    async def seal(
+        self, arena: WritableArena, version: int, *, wrote: int = 0, replaces: str = ""
+    ) -> VersionInfo:
+        return await asyncio.to_thread(arena.seal, version, wrote=wrote, replaces=replaces)
 
     async def open(self, version: int | None = None) -> MappedVersion:
         return await asyncio.to_thread(self.connection.open, version)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -19,6 +20,15 @@ from laminar.relay.reservation import WRITERS_S
 
 SLOWEST_BYTES = 100e6
 """Bytes a second that a busy host still touches and checks; deadlines of reserve and seal grow with it."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What another process of this host needs to join: `RelayConnection(socket, run=run).join(ticket, layout)`."""
+
+    socket: str
+    run: str
+    ticket: str
 
 
 class Wire(Protocol):
@@ -40,6 +50,10 @@ class FilledArena:
         self._timeout = timeout
         # A child forked during a publish must not keep the arena writable.
         mapping.keep_from_children()
+
+    def drop(self) -> None:
+        """No version comes of it; the memory goes when the last view of `buffer` does."""
+        self._wire.close()
 
     def abandon(self) -> None:
         """Give the arena back; no version comes of it. Raises WeightsError if views of `buffer` are still alive."""
@@ -63,11 +77,17 @@ class FilledArena:
 
 
 class WritableArena(FilledArena):
-    """A reserved arena: fill `buffer`, then `seal` or `abandon`. `ticket`: what lets other writers `join` it."""
+    """A reserved arena: fill `buffer`, then `seal` or `abandon`. `invitation`: what lets other writers join it."""
 
-    def __init__(self, layout: Layout, mapping: SharedMapping, wire: Wire, timeout: float, ticket: str) -> None:
+    def __init__(
+        self, layout: Layout, mapping: SharedMapping, wire: Wire, timeout: float, invitation: Invitation
+    ) -> None:
         super().__init__(layout, mapping, wire, timeout)
-        self.ticket = ticket
+        self.invitation = invitation
+
+    @property
+    def ticket(self) -> str:
+        return self.invitation.ticket
 
     def seal(self, version: int, *, wrote: int = 0, replaces: str = "") -> VersionInfo:
         """Close the mapping, so that the bytes are final, and make them `version`. If there are other writers, this one

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from laminar.relay.layout import Layout
+from laminar.relay.writing import Invitation
 from laminar.workers.learning.base import Sample, SampleStats, StepResult
 
 STATE = "state.json"
@@ -60,8 +61,13 @@ class SimLearner:
     def stage(self) -> float:
         return 0.0
 
-    def write_weights(self, buffer: memoryview) -> None:
+    @property
+    def writers(self) -> int:
+        return 1
+
+    def write_weights(self, buffer: memoryview, invitation: Invitation | None = None) -> int:
         buffer[:BYTES] = self._weights
+        return BYTES
 
     def save(self, folder: Path) -> None:
         (folder / STATE).write_text(json.dumps([self._version, self._weights.hex()]), encoding="utf-8")

@@ -18,6 +18,7 @@ from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import RelayUnavailable, VersionInfo
 from laminar.relay.transport.base import VersionName
+from laminar.relay.writing import Invitation
 from laminar.simulator.process import SimProcess
 
 T = TypeVar("T")
@@ -68,6 +69,10 @@ class SimArena:
         self.layout = layout
         self.release = release
         self.buffer = memoryview(bytearray(layout.total_bytes))
+        self.invitation: Invitation | None = None
+
+    def drop(self) -> None:
+        self.release()
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,9 @@ class SimRelayAccess:
 
         return await self._call(status)
 
-    async def reserve(self, layout: Layout) -> SimArena | None:
+    async def reserve(self, layout: Layout, *, writers: int = 1) -> SimArena | None:
+        assert writers == 1, "a simulated learner is one process"
+
         async def reserve(relay: SimWeights) -> SimArena | None:
             arena = await relay.holdings.reserve(layout)
             if arena is None:
@@ -119,7 +126,7 @@ class SimRelayAccess:
 
         return await self._call(reserve)
 
-    async def seal(self, arena: SimArena, version: int, *, replaces: str = "") -> VersionInfo:
+    async def seal(self, arena: SimArena, version: int, *, wrote: int = 0, replaces: str = "") -> VersionInfo:
         async def seal(relay: SimWeights) -> VersionInfo:
             if arena.release in self.process.on_death:
                 self.process.on_death.remove(arena.release)

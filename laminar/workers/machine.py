@@ -12,6 +12,7 @@ from typing import Protocol
 from laminar.relay.client import AsyncRelayClient, RelayStatus
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import VersionInfo
+from laminar.relay.writing import Invitation
 
 
 class ArenaToFill(Protocol):
@@ -19,6 +20,15 @@ class ArenaToFill(Protocol):
 
     @property
     def buffer(self) -> memoryview: ...
+
+    @property
+    def invitation(self) -> Invitation | None:
+        """For other writers, if it is of a kind that they can join."""
+        ...
+
+    def drop(self) -> None:
+        """No version comes of it."""
+        ...
 
 
 class KeptWeights(Protocol):
@@ -41,9 +51,11 @@ class RelayAccess(Protocol):
 
     async def status(self) -> RelayStatus: ...
 
-    async def reserve(self, layout: Layout) -> ArenaToFill | None: ...
+    async def reserve(self, layout: Layout, *, writers: int = 1) -> ArenaToFill | None: ...
 
-    async def seal(self, arena: ArenaToFill, version: int, *, replaces: str = "") -> VersionInfo: ...
+    async def seal(
+        self, arena: ArenaToFill, version: int, *, wrote: int = 0, replaces: str = ""
+    ) -> VersionInfo: ...
 
     async def open(self, version: int) -> KeptWeights: ...
 

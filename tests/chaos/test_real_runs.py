@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 from faults import next_step, overcome, victim_of
 from real_run import RealRun
@@ -36,6 +37,18 @@ def test_kill_9_of_any_process_is_recovered(real_run: MakeRun, recorder: Recorde
     recovered, pid = overcome(seen, kind, victim), seen.workers(kind)[victim].pid
     os.kill(pid, signal.SIGKILL)
     recorder.fault(f"{kind} killed", run.until(recovered, f"the work of {victim} goes on without it"))
+    run.assert_ended_well()
+
+
+def test_kill_9_of_a_rank_of_the_trainer_is_recovered(real_run: MakeRun, recorder: Recorder) -> None:
+    """A trainer of two processes ends with either of them, and is begun again from the store."""
+    run = real_run("trainer.devices=2", "trainer.threads=1")
+    seen = run.begin(step=3)
+    trainer = psutil.Process(seen.workers("trainer")[victim_of(run, seen, "trainer")].pid)
+    rank = next(p for p in trainer.children() if "laminar.workers.learning.sharded.process" in p.cmdline())
+    rank.kill()
+    recorder.fault("rank of the trainer killed", next_step(run, seen))
+    assert f"(process {rank.pid}) ended by SIGKILL" in run.story()
     run.assert_ended_well()
 
 

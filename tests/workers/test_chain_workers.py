@@ -31,6 +31,7 @@ from laminar.errors import ConfigError, StoreError
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
+from laminar.relay.writing import Invitation
 from laminar.workers.chain import (
     MAX_HEARD,
     OFFER_S,
@@ -72,6 +73,7 @@ class FixedLearner:
     """The learner's side of a publish: bytes that only depend on the version."""
 
     layout = LAYOUT
+    writers = 1
 
     def __init__(self) -> None:
         self.version = 0
@@ -79,8 +81,9 @@ class FixedLearner:
     def stage(self) -> float:
         return 0.0
 
-    def write_weights(self, target: memoryview) -> None:
+    def write_weights(self, target: memoryview, invitation: Invitation | None = None) -> int:
         target[:] = random.Random(self.version).randbytes(LAYOUT.total_bytes)
+        return LAYOUT.total_bytes
 
 
 class Cluster:

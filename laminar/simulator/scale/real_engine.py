@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from laminar.errors import WeightsError
 from laminar.relay.layout import verify
+from laminar.relay.writing import Invitation
 from laminar.simulator.learner import SimLearner
 from laminar.simulator.loop import THREAD_S, SimulationLoop
 from laminar.simulator.process import SimProcess
@@ -289,9 +290,10 @@ class CostLearner(SimLearner):
         stats = [SampleStats(s.group, s.sample, 0.0, len(s.token_ids), 1.0, 0.0, 0.0, LOGPROB) for s in batch]
         return StepResult(stats, result.metrics)
 
-    def write_weights(self, buffer: memoryview) -> None:
-        super().write_weights(buffer)
+    def write_weights(self, buffer: memoryview, invitation: Invitation | None = None) -> int:
+        written = super().write_weights(buffer)
         self.loop.busy_s = self.job.costs.weights.publish_s
+        return written
 
 
 class CostHost:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from laminar.relay.layout import Layout
+from laminar.relay.writing import Invitation
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,15 @@ class Learner(Protocol):
         """Cast the weights to the publish dtype where that differs; the seconds it took."""
         ...
 
-    def write_weights(self, buffer: memoryview) -> None:
-        """Copy the staged weights into `buffer` (layout.total_bytes long) at the layout's offsets: the stall."""
+    @property
+    def writers(self) -> int:
+        """Processes of this host that write the weights together, each its part, if they are invited to."""
+        ...
+
+    def write_weights(self, buffer: memoryview, invitation: Invitation | None = None) -> int:
+        """Copy the staged weights into `buffer` (layout.total_bytes long) at the layout's offsets: the stall. With an
+        `invitation` to the arena that `buffer` is, the other writers have written their part when this returns; the
+        bytes that this process wrote. Without one, it wrote all."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -11,11 +11,14 @@ atomically by whoever owns it; within it nothing is.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import blake3
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +46,14 @@ def write(folder: Path, state: LearnerState, master: Mapping[str, Tensor], momen
     digests = {name: _digest(folder / name) for name in (MASTER, OPTIMIZER)}
     record = {"format": FORMAT, "state": asdict(state), "blake3": digests}
     (folder / STATE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Master weights and moments of a folder that `verify` has passed, read (on the CPU) when they are sliced:
+    `master[name][:]`, or `master[name][2:4, 1:]` for a part."""
+    with safe_open(folder / MASTER, "pt") as master, safe_open(folder / OPTIMIZER, "pt") as moments:
+        yield tuple({name: file.get_slice(name) for name in file.keys()} for file in (master, moments))  # type: ignore
 
 
 def read(folder: Path) -> tuple[LearnerState, dict[str, Tensor], dict[str, Tensor]]:

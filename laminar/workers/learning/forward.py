@@ -59,15 +59,18 @@ def can_share_prompts(model: Any) -> bool:
 
 
 def score(
-    model: Any, prompts: Sequence[Prompted], response_ids: Tensor, mask: Tensor, *, temperature: float
-) -> TokenScores:
+    model: Any, prompts: Sequence[Prompted], response_ids: Tensor, mask: Tensor, *, temperature: float,
+    shared: bool | None = None,
+) -> TokenScores:  # fmt: skip
     """`response_ids`: int64 [N, T], right-padded; `mask`: bool [N, T], true for the tokens to score.
 
-    Every row is in exactly one of `prompts`. Takes the shared path where any prompt has more than one row.
+    Every row is in exactly one of `prompts`. Takes the shared path where any prompt has more than one row, or as
+    `shared` says: without it no prompt may have more than one row.
     """
     count, width = response_ids.shape
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
-    shared = any(len(prompt.rows) > 1 for prompt in prompts)
+    if shared is None:
+        shared = any(len(prompt.rows) > 1 for prompt in prompts)
     cells = len(prompts) * longest**2 + count * width * (longest + width) if shared else count * (longest + width) ** 2
     model.set_attn_implementation(attention_for(model.config, response_ids.device, cells))
     if shared:

@@ -17,27 +17,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from laminar.config import TrainerConfig
-from laminar.errors import ConfigError, LaminarError, WeightsError
+from laminar.errors import LaminarError, WeightsError
 from laminar.relay.layout import Layout
-from laminar.relay.tensors import copy_into, layout_of
+from laminar.relay.writing import Invitation
 from laminar.workers.learning import checkpoint
 from laminar.workers.learning.advantages import Advantages, compute_advantages
 from laminar.workers.learning.agreement import engine_kl
 from laminar.workers.learning.base import Sample, StepResult
-from laminar.workers.learning.batching import MicroBatch, pack
 from laminar.workers.learning.forward import can_share_prompts, score
 from laminar.workers.learning.inputs import assemble, check_batch, row_of, scored_mask
-from laminar.workers.learning.loading import cast_parameters, load_model, set_process
+from laminar.workers.learning.loading import set_process
 from laminar.workers.learning.losses import kl_k3, policy_loss, token_weights
+from laminar.workers.learning.parameters import Parameters, Pass
 from laminar.workers.learning.schedule import learning_rate
 from laminar.workers.learning.settings import settings_of, with_settings
 from laminar.workers.learning.tally import Tally, batch_metrics
-from laminar.workers.models import copy_tokenizer, tensor_names
 
 log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's, by its names."""
 
 
 class TorchLearner:
@@ -61,23 +63,21 @@ class TorchLearner:
         self.config = config
         self._folder = model_folder
         self._temperature = temperature
-        self._dtype = getattr(torch, dtype)
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model = load_model(model_folder, torch.float32).to(self._device)
-        self._masters = self._split_masters()
+        self.parameters = self._load(getattr(torch, dtype))
+        self._model, self._device = self.parameters.model, self.parameters.device
         self._reference: Any = None
         self._prepare()
         self._optimizer = torch.optim.AdamW(
-            self._masters.values(),
+            self.parameters.masters.values(),
             lr=config.learning_rate,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._published = self._published_tensors()
-        self._layout = layout_of(self._published)
         self._version = self._updates = 0
-        self._stale = False
+
+    def _load(self, dtype: torch.dtype) -> Parameters:
+        return Parameters(self._folder, dtype)
 
     @property
     def version(self) -> int:
@@ -85,7 +85,7 @@ class TorchLearner:
 
     @property
     def layout(self) -> Layout:
-        return self._layout
+        return self.parameters.layout
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class TorchLearner:
     def _prepare(self) -> None:
         """What the config asks for beside the model itself."""
         if self.config.kl_coefficient > 0 and self._reference is None:
-            self._reference = self._load_reference()
+            self._reference = self.parameters.reference()
         self._share = self.config.share_prompts and can_share_prompts(self._model)
         if self.config.share_prompts and not self._share:
             log.warning("trainer.share_prompts is off: %s has layers without full attention", self._folder.name)
@@ -116,11 +116,9 @@ class TorchLearner:
         Raises LaminarError for a malformed trajectory, naming it.
         """
         self._check(batch)
-        self._cast()
+        self.parameters.cast()
         started = self._now()
-        rewards = torch.tensor([s.reward for s in batch], dtype=torch.float32)
-        groups = torch.tensor([s.group for s in batch], dtype=torch.int64)
-        advantages = compute_advantages(self.config.advantage, rewards, groups)
+        advantages = self._advantages(batch)
         tally, trained_tokens = self._accumulate(batch, advantages)
         computed = self._now()
         agreement = self._agreement(batch, tally, fresh)
@@ -145,64 +143,79 @@ class TorchLearner:
 
     def stage(self) -> float:
         started = self._now()
-        self._cast()
+        self.parameters.cast()
         return self._now() - started
 
-    def write_weights(self, buffer: memoryview) -> None:
-        self._cast()
-        copy_into(buffer, self._layout, self._published)
+    @property
+    def writers(self) -> int:
+        return 1
+
+    def write_weights(self, buffer: memoryview, invitation: Invitation | None = None) -> int:
+        self.parameters.cast()
+        return self.parameters.write(buffer)
 
     def save(self, folder: Path) -> None:
         state = checkpoint.LearnerState(
             version=self._version,
             updates=self._updates,
-            layout_digest=self._layout.digest,
-            dtype=str(self._dtype).removeprefix("torch."),
+            layout_digest=self.layout.digest,
+            dtype=str(self.parameters.dtype).removeprefix("torch."),
         )
+        checkpoint.write(folder, state, *self._gathered())
+
+    def _gathered(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Masters and AdamW's moments, whole."""
+        masters = self.parameters.masters
         moments = {
             f"{kind}.{name}": self._optimizer.state[master][kind]
-            for name, master in self._masters.items()
+            for name, master in masters.items()
             if master in self._optimizer.state
-            for kind in ("exp_avg", "exp_avg_sq")
+            for kind in MOMENTS
         }
-        checkpoint.write(folder, state, {name: m.detach() for name, m in self._masters.items()}, moments)
+        return self.parameters.whole(masters), self.parameters.whole(moments)
 
     def verify(self, folder: Path) -> None:
         self._require_own(folder, checkpoint.verify(folder))
 
     def _require_own(self, folder: Path, state: checkpoint.LearnerState) -> None:
-        if state.layout_digest != self._layout.digest:
+        if state.layout_digest != self.layout.digest:
             raise WeightsError(
                 f"the checkpoint {folder} is of a model with layout {state.layout_digest[:12]} in {state.dtype}, the "
-                f"present one has {self._layout.digest[:12]} in {self._dtype}; model and dtype may not change in a run"
+                f"present one has {self.layout.digest[:12]} in {self.parameters.dtype}; model and dtype may not change "
+                "in a run"
             )
 
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote. Raises WeightsError, changing nothing, if it is damaged or foreign."""
-        state, masters, moments = checkpoint.read(folder)
+        state = checkpoint.verify(folder)
         self._require_own(folder, state)
-        # A parameter without a gradient so far has no moments.
-        moved = {name for name in self._masters if f"exp_avg.{name}" in moments}
-        expected = {f"{kind}.{name}" for name in moved for kind in ("exp_avg", "exp_avg_sq")}
-        if masters.keys() != self._masters.keys() or moments.keys() != expected or bool(moved) != bool(state.updates):
-            raise WeightsError(f"the checkpoint {folder} lacks tensors of the model; use another checkpoint")
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                master.copy_(masters[name])
+        masters = self.parameters.masters
+        with checkpoint.opened(folder) as (stored, moments):
+            # A parameter without a gradient so far has no moments.
+            moved = {name for name in masters if f"exp_avg.{name}" in moments}
+            expected = {f"{kind}.{name}" for name in moved for kind in MOMENTS}
+            if stored.keys() != masters.keys() or moments.keys() != expected or bool(moved) != bool(state.updates):
+                raise WeightsError(f"the checkpoint {folder} lacks tensors of the model; use another checkpoint")
+            for name, master in masters.items():
+                self.parameters.fill(master, stored[name])
                 self._optimizer.state.pop(master, None)
                 if name in moved:
-                    self._optimizer.state[master] = {
-                        "step": torch.tensor(float(state.updates), device=self._device),
-                        **{k: moments[f"{k}.{name}"].to(self._device) for k in ("exp_avg", "exp_avg_sq")},
-                    }
+                    kept = {kind: torch.zeros_like(master) for kind in MOMENTS}
+                    for kind, moment in kept.items():
+                        self.parameters.fill(moment, moments[f"{kind}.{name}"])
+                    step = torch.tensor(float(state.updates), device=self._device)
+                    self._optimizer.state[master] = {"step": step, **kept}
         self._version, self._updates = state.version, state.updates
-        self._stale = True
+        self.parameters.changed()
 
     def export(self, folder: Path) -> None:
-        self._cast()
-        self._model.config.dtype = self._dtype
-        self._model.save_pretrained(folder)
-        copy_tokenizer(self._folder, folder)
+        self.parameters.cast()
+        self.parameters.export(folder)
+
+    def _advantages(self, batch: Sequence[Sample]) -> Advantages:
+        rewards = torch.tensor([s.reward for s in batch], dtype=torch.float32)
+        groups = torch.tensor([s.group for s in batch], dtype=torch.int64)
+        return compute_advantages(self.config.advantage, rewards, groups)
 
     def _accumulate(self, batch: Sequence[Sample], advantages: Advantages) -> tuple[Tally, int]:
         """Gradients of the whole step onto the masters; their sums, and how many tokens have an advantage.
@@ -219,10 +232,12 @@ class TorchLearner:
         computed = in_loss if self.config.skip_no_signal else usable
         rows = [row_of(i, batch[i], masks[i]) for i, is_computed in enumerate(computed) if is_computed]
         tally = Tally()
-        for micro in pack(rows, budget=self.config.micro_batch_tokens, share_prompts=self._share):
-            loss = self._micro_loss(batch, masks, micro, advantages.values, in_loss, tokens, sum(counted), tally)
+        budget = self.config.micro_batch_tokens
+        for one in self.parameters.passes(rows, budget=budget, share_prompts=self._share):
+            of, to = (in_loss, tally) if one.counts else ([False] * len(batch), Tally())
+            loss = self._micro_loss(batch, masks, one, advantages.values, of, tokens, sum(counted), to)
             loss.backward()  # type: ignore[no-untyped-call]
-            self._gather_gradients()
+            self.parameters.gather_gradients()
         return tally, sum(n for n, is_kept in zip(lengths, in_loss, strict=True) if is_kept)
 
     def _trained_mask(self, sample: Sample) -> Tensor:
@@ -233,7 +248,7 @@ class TorchLearner:
         self,
         batch: Sequence[Sample],
         masks: Sequence[Tensor],
-        micro: MicroBatch,
+        one: Pass,
         advantages: Tensor,
         in_loss: Sequence[bool],
         tokens: int,
@@ -241,10 +256,11 @@ class TorchLearner:
         tally: Tally,
     ) -> Tensor:
         """The part of the step's loss that these rows make, a scalar; `tally` gets their sums."""
-        order = micro.rows
-        inputs = assemble(batch, masks, micro, self._device)
+        order = one.micro.rows
+        inputs = assemble(batch, masks, one.micro, self._device)
         mask, behaviour = inputs.mask, inputs.behaviour
-        scores = score(self._model, inputs.prompts, inputs.ids, mask, temperature=self._temperature)
+        temperature = self._temperature
+        scores = score(self._model, inputs.prompts, inputs.ids, mask, temperature=temperature, shared=one.shared)
         terms = policy_loss(
             scores.logprobs,
             behaviour,
@@ -260,7 +276,9 @@ class TorchLearner:
         reference_kl = torch.zeros_like(scores.logprobs)
         if self.config.kl_coefficient > 0:
             with torch.no_grad():
-                reference = score(self._reference, inputs.prompts, inputs.ids, mask, temperature=self._temperature)
+                reference = score(
+                    self._reference, inputs.prompts, inputs.ids, mask, temperature=temperature, shared=one.shared
+                )
             reference_kl = kl_k3(scores.logprobs, reference.logprobs, mask)
         tally.add(
             order,
@@ -291,80 +309,32 @@ class TorchLearner:
                     f"with version {self._version}"
                 )
             count = len(samples)
-            kl = engine_kl(
-                self._model, samples, temperature=self._temperature, budget=self.config.micro_batch_tokens,
-                share_prompts=self._share, device=self._device,
-            )  # fmt: skip
+            kl = self._compare(samples)
         return {"kl_engine_trainer": kl, "kl_engine_trainer_trajectories": float(count)}
+
+    def _compare(self, samples: Sequence[Sample]) -> float | None:
+        return engine_kl(
+            self._model, samples, temperature=self._temperature, budget=self.config.micro_batch_tokens,
+            share_prompts=self._share, device=self._device,
+        )  # fmt: skip
 
     def _check(self, samples: Sequence[Sample]) -> None:
         check_batch(samples, vocabulary=self._model.get_input_embeddings().num_embeddings)
 
     def _update(self) -> dict[str, float | None]:
         """Clip and step; gradients are dropped whatever happens."""
-        norm = float(nn.utils.clip_grad_norm_(self._masters.values(), self.config.max_grad_norm))
+        norm = self.parameters.clip_gradients(self.config.max_grad_norm)
         finite = norm < float("inf")
         if finite:
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(self.config, self._version)
             self._optimizer.step()
             self._updates += 1
-            self._stale = True
+            self.parameters.changed()
         self._optimizer.zero_grad(set_to_none=True)
         if not finite:
             log.warning("step %d: gradient norm %s, the update is skipped", self._version, norm)
         return {"grad_norm": norm if finite else None, "skipped_nonfinite": float(not finite)}
-
-    def _split_masters(self) -> dict[str, nn.Parameter]:
-        """float32 masters by name, tied weights once: the model's own parameters, unless it computes in bfloat16."""
-        parameters = dict(self._model.named_parameters())
-        if self._dtype == torch.float32:
-            return parameters
-        masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
-        cast_parameters(self._model, self._dtype)
-        return masters
-
-    def _published_tensors(self) -> dict[str, Tensor]:
-        """The tensors of the Hugging Face state dict, tied ones once. Raises ConfigError if the folder has other names.
-
-        The engine loads by the names of the model's files. transformers renames some architectures' tensors (fused
-        experts, say) when it loads them; publishing those names would fail in the engine, so it is said at the start.
-        """
-        parameters = {name: p.detach() for name, p in self._model.named_parameters()}
-        tied = {id(p) for p in self._model.parameters()}
-        state = self._model.state_dict(keep_vars=True)
-        buffers = {name: t.detach() for name, t in state.items() if name not in parameters and id(t) not in tied}
-        unknown = sorted((parameters.keys() | buffers.keys()) - tensor_names(self._folder))
-        if unknown:
-            raise ConfigError(
-                f"{len(unknown)} tensors of the loaded model, such as {unknown[0]!r}, are not in the files of "
-                f"{self._folder}: transformers renames them on loading, so that an engine could not be sent them. "
-                "Save the model once with save_pretrained, or use another architecture"
-            )
-        return {**parameters, **buffers}
-
-    def _load_reference(self) -> Any:
-        """The initial policy, frozen: `model_folder` stays what it was at step 0, also after a resume."""
-        reference = load_model(self._folder, torch.float32).to(self._device).requires_grad_(False)
-        cast_parameters(reference, self._dtype)
-        return reference
-
-    def _gather_gradients(self) -> None:
-        """Add the model's gradients to the masters' in float32: sums over micro-batches would lose bits in bfloat16."""
-        if self._dtype == torch.float32:
-            return
-        for parameter, master in zip(self._model.parameters(), self._masters.values(), strict=True):
-            if parameter.grad is not None:
-                gradient = parameter.grad.to(torch.float32)
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                parameter.grad = None
-
-    @torch.no_grad()
-    def _cast(self) -> None:
-        if self._stale and self._dtype != torch.float32:
-            for parameter, master in zip(self._model.parameters(), self._masters.values(), strict=True):
-                parameter.copy_(master)
-        self._stale = False
 
     def _now(self) -> float:
         if self._device.type == "cuda":

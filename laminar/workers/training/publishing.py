@@ -30,7 +30,8 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that lie in an arena of `relay` (its id), not yet sealed. Times in seconds."""
+    """Weights that lie in an arena of `relay` (its id), not yet sealed, of which this process `wrote` so many bytes.
+    Times in seconds."""
 
     version: int
     arena: ArenaToFill
@@ -38,6 +39,7 @@ class Staged:
     relay: str
     copy_s: float
     cast_s: float
+    wrote: int
 
 
 class Publisher:
@@ -83,13 +85,13 @@ class Publisher:
             if found is not None:
                 relay, client = found
                 try:
-                    arena = await client.reserve(learner.layout)
+                    arena = await client.reserve(learner.layout, writers=learner.writers)
                     if arena is None:
                         log.warning("the relay has no free arena: version %d is not published", learner.version)
                         self.skipped += 1
                         return None
-                    copy_s = await self._copy(learner, arena)
-                    return Staged(learner.version, arena, client, relay, copy_s, cast_s)
+                    copy_s, wrote = await self._copy(learner, arena)
+                    return Staged(learner.version, arena, client, relay, copy_s, cast_s, wrote)
                 except (LaminarError, OSError) as e:
                     reason = str(e)
             await self.clock.sleep(RETRY_S)
@@ -97,10 +99,15 @@ class Publisher:
         self.skipped += 1
         return None
 
-    async def _copy(self, learner: Learner, arena: ArenaToFill) -> float:
+    async def _copy(self, learner: Learner, arena: ArenaToFill) -> tuple[float, int]:
+        """Seconds, and the bytes that this process wrote."""
         before = self.clock.monotonic()
-        await asyncio.to_thread(learner.write_weights, arena.buffer)
-        return self.clock.monotonic() - before
+        try:
+            wrote = await asyncio.to_thread(learner.write_weights, arena.buffer, arena.invitation)
+        except (LaminarError, OSError):
+            arena.drop()
+            raise
+        return self.clock.monotonic() - before, wrote
 
     async def announce(self, staged: Staged, *, expected_digest: str = "", recorded: bool = False) -> str:
         """Seal, and make the version the newest if it is newer than the newest; the digest.
@@ -113,7 +120,7 @@ class Publisher:
         need not give the same bits (other hardware, kernels that are not deterministic), and the bits that were
         published may be nowhere any more: so what is offered again is recorded, for rollouts to take."""
         replaces = await self._never_published(staged)
-        info = await staged.client.seal(staged.arena, staged.version, replaces=replaces)
+        info = await staged.client.seal(staged.arena, staged.version, wrote=staged.wrote, replaces=replaces)
         kv = await self.coordination.get(self.keys.weights)
         newest = WeightsHead.parse(kv.value) if kv else None
         promised = newest.digest if newest is not None and newest.version == staged.version else expected_digest

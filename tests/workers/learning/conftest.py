@@ -101,7 +101,7 @@ class RecordingLearner(TorchLearner):
     gradients: dict[str, torch.Tensor]
 
     def _update(self) -> dict[str, float | None]:
-        self.gradients = {name: m.grad.clone() for name, m in self._masters.items() if m.grad is not None}
+        self.gradients = {name: m.grad.clone() for name, m in self.parameters.masters.items() if m.grad is not None}
         return super()._update()
 
 

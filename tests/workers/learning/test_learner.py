@@ -249,14 +249,14 @@ def test_the_same_steps_give_the_same_bits(learner_of, batch_of, weights_of, dty
 def test_masters_keep_what_bfloat16_rounds_away(learner_of, batch_of):
     """Updates of 1e-6 are below bfloat16's resolution at these weights: the masters move, the published hardly."""
     learner = learner_of(dtype="bfloat16", learning_rate=1e-6)
-    masters = {name: m.detach().clone() for name, m in learner._masters.items()}
-    published = {name: t.clone() for name, t in learner._published.items()}
+    masters = {name: m.detach().clone() for name, m in learner.parameters.masters.items()}
+    published = {name: t.clone() for name, t in learner.parameters.published.items()}
     learner.train(batch_of(MIXED))
     learner.stage()
     total = sum(m.numel() for m in masters.values())
-    assert all(m.dtype == torch.float32 for m in learner._masters.values())
-    assert sum(int((learner._masters[name] != m).sum()) for name, m in masters.items()) > 0.9 * total
-    assert sum(int((learner._published[name] != t).sum()) for name, t in published.items()) < 0.1 * total
+    assert all(m.dtype == torch.float32 for m in learner.parameters.masters.values())
+    assert sum(int((learner.parameters.masters[name] != m).sum()) for name, m in masters.items()) > 0.9 * total
+    assert sum(int((learner.parameters.published[name] != t).sum()) for name, t in published.items()) < 0.1 * total
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -41,7 +41,7 @@ def overflow_at(life: Any, *steps: int) -> None:
 
     def overflown() -> Any:
         if learner.version in steps:
-            for master in learner._masters.values():
+            for master in learner.parameters.masters.values():
                 master.grad = torch.full_like(master, math.inf)
         return update()
 

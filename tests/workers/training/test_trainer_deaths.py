@@ -218,7 +218,7 @@ def drifting(life: Any, version: int) -> None:
         result = real(*args)
         if life.trainer.learner.version == version:
             with torch.no_grad():
-                next(iter(life.trainer.learner._masters.values())).mul_(1.5)
+                next(iter(life.trainer.learner.parameters.masters.values())).mul_(1.5)
         return result
 
     life.trainer.learner.train = train

@@ -68,7 +68,7 @@ def test_a_training_step_is_never_slower_on_more_gpus_nor_faster_with_more_token
 @settings(deadline=None)
 @given(relays=st.integers(2, 500), size=st.floats(1e6, 1e12))
 def test_a_broadcast_takes_p_plus_k_minus_2_chunks(relays: int, size: float) -> None:
-    weights = Weights(size, 1e11, load_s=1.0, together_s=2.0)
+    weights = Weights(size, 1e11, load_s=1.0)
     chunks = math.ceil(size / weights.chunk_bytes)
     chunk_s = min(size, weights.chunk_bytes) / 1e11
     assert weights.broadcast_s(relays) == pytest.approx((relays + chunks - 2) * chunk_s)

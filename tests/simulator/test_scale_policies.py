@@ -117,6 +117,15 @@ def test_interrupted_trajectories_pay_with_computing_their_cache_anew() -> None:
     assert partial.kv_share > run_policy("one-step", job()).kv_share
 
 
+def test_without_relays_the_trainer_and_all_rollouts_stop_for_an_exchange_of_weights() -> None:
+    """5 s on the way, in steps of 20: what is measured of the weights counts for all policies."""
+    slow = job(rollout={"gpus": 4}, costs={"version_bytes": 50e9, "bytes_per_s": 10e9, "load_s": 0.5})
+    assert run_policy("one-step", slow).step_s > run_policy("one-step", job(rollout={"gpus": 4})).step_s + 3
+    together, relays = run_policy("partial", slow), run_policy("laminar-interrupt", slow)
+    assert together.rollout_idle == relays.rollout_idle == 0
+    assert together.generated_per_s < 0.9 * relays.generated_per_s
+
+
 def test_turns_and_environments_take_their_time() -> None:
     plain = run_policy("laminar", job())
     acting = run_policy("laminar", job(environment={"turns": 3, "median_s": 20.0, "sigma": 0.5, "reward_s": 1.0}))

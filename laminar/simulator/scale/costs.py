@@ -139,19 +139,22 @@ class Train:
 @dataclass(frozen=True)
 class Weights:
     """How a version travels. `bytes_per_s`: onto the master relay, and of a hop; `load_s`: from the relay of its host
-    into an engine; `together_s`: where all engines and the trainer exchange weights at once, and wait for each
-    other."""
+    into an engine."""
 
     bytes: float
     bytes_per_s: float
     load_s: float
-    together_s: float
     chunk_bytes: float = CHUNK_BYTES
 
     @property
     def publish_s(self) -> float:
         """The trainer's stall."""
         return self.bytes / self.bytes_per_s
+
+    @property
+    def together_s(self) -> float:
+        """Where there are no relays: trainer and engines exchange weights at once, and wait for each other."""
+        return self.publish_s + self.load_s
 
     def arrival_s(self, place: int) -> float:
         """From the publish until the relay at `place` of the chain (0: the master) holds the version."""
@@ -203,7 +206,6 @@ def published_costs(model: Model, gpu: Gpu, tensor_parallel: int = 0) -> Costs:
             bytes=model.bytes,
             bytes_per_s=MASTER_BYTES_PER_S,
             load_s=copy_s + RELOAD_S,
-            together_s=model.bytes / gpu.host_bytes_per_s / size + model.bytes / MASTER_BYTES_PER_S + RELOAD_S,
         ),
         tensor_parallel=size,
         trainers_least=max(1, math.ceil(STATE_BYTES * model.parameters / (0.8 * gpu.memory_bytes))),

@@ -204,10 +204,11 @@ class Flowing:
         self.changed(rollout)
 
     def _take_version(self, rollout: Rollout, version: int, *, swap: bool) -> None:
-        """From the relay of its host, once that has the version."""
-        arrives = self.published_at[version] + self.job.costs.weights.arrival_s(rollout.relay)
+        """From the relay of its host, once that has the version; or with all others, from the trainer."""
+        weights, published = self.job.costs.weights, self.published_at[version]
+        arrives = published if self.policy.together else published + weights.arrival_s(rollout.relay)
         rollout.loading = True
-        load_s = self.job.costs.weights.load_s
+        load_s = weights.together_s if self.policy.together else weights.load_s
 
         def loaded() -> None:
             rollout.version = version
@@ -282,7 +283,8 @@ class Flowing:
         self.at(self.now, self.wake_all)
 
     def _trained(self, groups: Sequence[int], ages: Counter[int], train_s: float) -> None:
-        publish_s = self.job.costs.weights.publish_s
+        weights = self.job.costs.weights
+        publish_s = weights.together_s if self.policy.together else weights.publish_s
 
         def published() -> None:
             self.trainer.busy = False

@@ -118,7 +118,7 @@ def costs_of(settings: Settings) -> Costs:
         kv_tokens=measured.kv_tokens,
         prefill_tokens_per_s=measured.prefill_tokens_per_s,
         train=Train(measured.train_tokens_per_s, 0.0),
-        weights=Weights(size, rate, load_s, load_s + size / rate),
+        weights=Weights(size, rate, load_s),
         tensor_parallel=settings.model.tensor_parallel or 1,
         trainers_least=1,
     )

@@ -22,20 +22,27 @@ class Repack(Enum):
 @dataclass(frozen=True)
 class Policy:
     """`continuous`: a rollout draws as soon as it has room; else it draws as many as it takes, and again when all of
-    them have ended. `interrupt`: weights are swapped under what runs, whose KV cache is computed anew."""
+    them have ended. `interrupt`: weights are swapped under what runs, whose KV cache is computed anew. `together`:
+    there are no relays; the trainer and all rollouts stop for each exchange of weights."""
 
     pipeline: Pipeline
     says: str
     continuous: bool = True
     repack: Repack = Repack.OFF
     interrupt: bool = False
+    together: bool = False
 
 
 POLICIES = {
     "synchronous": Policy(Pipeline.TURNS, "synchronous, all GPUs in turns (verl)"),
     "one-step": Policy(Pipeline.ONE_STEP, "one step stale, global synchronisation"),
     "stream": Policy(Pipeline.STREAM, "mini-batches streamed into training, global synchronisation"),
-    "partial": Policy(Pipeline.FLOWING, "partial rollout: weights change within trajectories (AReaL)", interrupt=True),
+    "partial": Policy(
+        Pipeline.FLOWING,
+        "partial rollout: weights change within trajectories, in all rollouts at once (AReaL)",
+        interrupt=True,
+        together=True,
+    ),
     "laminar-batch": Policy(Pipeline.FLOWING, "rollouts take batch after batch, no repack", continuous=False),
     "laminar-batch-blind": Policy(
         Pipeline.FLOWING,
@@ -45,6 +52,9 @@ POLICIES = {
     ),
     "laminar-batch-repack": Policy(
         Pipeline.FLOWING, "batch after batch, repack with growth", continuous=False, repack=Repack.GROWING
+    ),
+    "laminar-interrupt": Policy(
+        Pipeline.FLOWING, "weights change within trajectories, from relays (rollout.update = interrupt)", interrupt=True
     ),
     "laminar-off": Policy(Pipeline.FLOWING, "drawing while newest, no repack"),
     "laminar-blind": Policy(Pipeline.FLOWING, "drawing while newest, repack by present tokens", repack=Repack.BLIND),

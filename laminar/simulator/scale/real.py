@@ -49,7 +49,8 @@ NEVER = 1_000_000
 def runs_real(name: str) -> bool:
     """Whether the workers can do what this policy says: they draw whenever they may."""
     policy = POLICIES[name]
-    return policy.pipeline is Pipeline.FLOWING and policy.continuous and policy.repack is not Repack.BLIND
+    flowing = policy.pipeline is Pipeline.FLOWING and not policy.together
+    return flowing and policy.continuous and policy.repack is not Repack.BLIND
 
 
 def real_config(name: str, job: Job) -> Config:

@@ -8,6 +8,7 @@ a checkpoint. On storage without rename the files are uploaded first and `checkp
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import shutil
@@ -19,7 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
-from laminar.buffer.space import says_full
+from laminar.buffer.space import FULL, says_full
 from laminar.buffer.storage import FsspecStorage, Storage, StorageFull
 from laminar.errors import StoreError, WeightsError
 from laminar.workers.learning.base import Learner
@@ -173,6 +174,8 @@ async def list_checkpoints(storage: Storage) -> list[CheckpointInfo]:
 
 UNUSABLE = (OSError, ValueError, KeyError, WeightsError, SafetensorError)
 """What opening a checkpoint raises that is damaged, incomplete, or of another model."""
+SHORT_OF = (*FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What this host lacks: it says nothing of the checkpoint."""
 
 
 async def load_newest(storage: Storage, learner: Learner, at_most: int) -> CheckpointInfo | None:
@@ -203,12 +206,15 @@ async def load_newest(storage: Storage, learner: Learner, at_most: int) -> Check
 
 
 async def load_checkpoint(storage: Storage, learner: Learner, version: int) -> None:
-    """Raises WeightsError, with the learner as it was, if it does not open. Changes nothing in the store."""
+    """Raises WeightsError, with the learner as it was, if it does not open, StoreError if this host lacks the space or
+    the files to try. Changes nothing in the store."""
     path = f"{checkpoint_path(version)}/{STATE}"
     try:
         async with _local_copy(storage, path) as folder:
             await asyncio.to_thread(learner.load, folder)
     except UNUSABLE as e:
+        if isinstance(e, OSError) and e.errno in SHORT_OF:
+            raise StoreError(f"this host cannot open checkpoint {path} now: {e}") from e
         raise WeightsError(f"checkpoint {path} does not open: {e}") from e
 
 

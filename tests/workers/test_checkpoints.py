@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,22 @@ async def test_one_that_does_not_open_is_passed_over(storage: Storage, how: str)
     else:
         await storage.delete(f"{folder}/checkpoint.json")
     assert await loaded(storage) == 5
+
+
+@pytest.mark.parametrize("lack", [errno.ENOSPC, errno.EMFILE])
+async def test_what_the_host_lacks_is_no_damage(storage: Storage, lack: int) -> None:
+    """A full folder for temporary files, say: the newest one would lose its mark once an older one is opened."""
+    for version in (5, 10):
+        await save(storage, version)
+    learner: Any = SmallLearner(0)
+
+    def load(folder: Path) -> None:
+        raise OSError(lack, os.strerror(lack))
+
+    learner.load = load
+    with pytest.raises(StoreError, match=os.strerror(lack)):
+        await load_newest(storage, learner, 100)
+    assert await versions(storage) == [10, 5] and await loaded(storage) == 10
 
 
 async def test_a_damaged_one_is_written_again_and_does_not_outlive_good_ones(storage: Storage) -> None:

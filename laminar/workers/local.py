@@ -61,15 +61,22 @@ State = Literal["done", "stopped", "failed"]
 
 
 def run(config: Config, *, text: str, dry_run: bool, plain: bool) -> int:
-    """Blocking: the whole job. 0 when the run is done, 1 when it failed, 130 when it was stopped."""
+    """Blocking: the whole job. 0 when the run is done, 1 when it failed; 130 when Ctrl-C stopped it, 143 when SIGTERM
+    did, as shells count."""
     return asyncio.run(_run(config, dry_run=dry_run, plain=plain))
 
 
 async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    signals: list[int] = []
+
+    def asked(number: int) -> None:
+        signals.append(number)
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, asked, number)
     plan = await plan_run(config)
     await check_listening(config.relay)
     await _check_etcd(config)
@@ -90,7 +97,8 @@ async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
             async with hold as supervision:
                 file, keys = await _enter(plan, coordination, keys)
                 job = LocalJob(config, plan, file, coordination, keys, access, root, etcd)
-                return await job.run(stop, plain, supervision)
+                state = await job.run(stop, plain, supervision)
+                return 128 + signals[0] if state == "stopped" else int(state == "failed")
         finally:
             await coordination.close()
 
@@ -226,7 +234,7 @@ class LocalJob:
     def _etcd_is_away(self) -> bool:
         return self.story.outage.on or (self.etcd is not None and self.etcd.returncode is not None)
 
-    async def run(self, stop: asyncio.Event, plain: bool, supervision: Supervision) -> int:
+    async def run(self, stop: asyncio.Event, plain: bool, supervision: Supervision) -> State:
         await forget_ending(self.plan.storage)
         handler = EventHandler(self.story)
         logging.getLogger("laminar").addHandler(handler)
@@ -243,7 +251,7 @@ class LocalJob:
         _say(summary(await asyncio.to_thread(collect, store, state=state, reason=told_below)))
         if state == "failed":
             _say(f"error: {reason}", error=True)
-        return {"done": 0, "failed": 1}.get(state, 130)
+        return state
 
     async def _work(self, stop: asyncio.Event, plain: bool, supervision: Supervision) -> tuple[State, str]:
         """The run, from the start of its workers until all have ended; how it ended, and why."""

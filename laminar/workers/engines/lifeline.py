@@ -11,15 +11,21 @@ import logging
 import os
 import select
 import signal
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
 
 PARENT_VARIABLE = "LAMINAR_ENGINE_PARENT"
 """Environment variable with the process id of the rollout: it must be known before any message can arrive."""
+
+MOST_PARENT = 48
+"""Bytes of the path in which the folder of sockets lies: a socket's own may have 107 bytes, of which the folder's name
+takes 22 and vLLM's name for it 37."""
 
 
 def die_with(parent: int) -> None:
@@ -61,6 +67,18 @@ def engine_processes_tied_to_this_one() -> Iterator[None]:
         yield
     finally:
         EngineCoreProc.run_engine_core = original
+
+
+@contextmanager
+def sockets_of_this_one() -> Iterator[None]:
+    """vLLM's sockets, which a process that is killed leaves, in a folder that goes with this process or, if that is
+    killed, when the next one begins here."""
+    from laminar.workers.scratch import scratch
+
+    usual = tempfile.gettempdir()
+    with scratch(Path(usual if len(os.fsencode(usual)) <= MOST_PARENT else "/tmp"), "laminar-vllm-") as folder:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+        yield
 
 
 def kill_left(pids: Iterable[int]) -> None:

@@ -28,7 +28,7 @@ from laminar.workers.engines.base import (
     RelayWeights,
     WeightSource,
 )
-from laminar.workers.engines.lifeline import engine_processes_tied_to_this_one, kill_left
+from laminar.workers.engines.lifeline import engine_processes_tied_to_this_one, kill_left, sockets_of_this_one
 from laminar.workers.engines.pace import Pace
 from laminar.workers.engines.requests import token_budget
 from laminar.workers.engines.vllm_output import chunk_of, of_all_ranks, step_recorder
@@ -107,6 +107,7 @@ class VllmEngine:
         self._loads = 0
         self._llm: Any = None
         self._closed = False
+        self._sockets = contextlib.ExitStack()
         self._broken = ""
         self._model: ModelTensors | None = None
         self._capacity = EngineCapacity(max_running, max_model_len, 0)
@@ -191,6 +192,7 @@ class VllmEngine:
 
         on_cpu = not torch.cuda.is_available()
         prepare_environment(on_cpu=on_cpu, threads=self.threads)
+        self._sockets.enter_context(sockets_of_this_one())
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
@@ -247,14 +249,14 @@ class VllmEngine:
         self._closed = True
         self._ready.clear()
         self._version, self._digest = -1, ""
-        if self._llm is None:
-            return
-        llm, self._llm = self._llm, None
-        await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
-        del llm
-        gc.collect()
-        # vLLM's own shutdown kills what does not end; this is for what it has already lost sight of.
-        kill_left(self._processes)
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown, CLOSE_GRACE_S)
+            del llm
+            gc.collect()
+            # vLLM's own shutdown kills what does not end; this is for what it has already lost sight of.
+            kill_left(self._processes)
+        self._sockets.close()
 
     async def check(self) -> None:
         if self._llm is None:

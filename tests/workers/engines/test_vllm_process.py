@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,10 +53,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_rollout(tmp_path: Path, model_folder: Path) -> subprocess.Popen[str]:
+def start_rollout(tmp_path: Path, model_folder: Path, temporary: Path | None = None) -> subprocess.Popen[str]:
     script = tmp_path / "rollout.py"
     script.write_text(ROLLOUT)
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "TMPDIR": str(temporary or tmp_path)}
     return subprocess.Popen(
         [sys.executable, str(script), str(model_folder)], stdout=subprocess.PIPE, text=True, env=environment
     )
@@ -81,8 +82,7 @@ def all_end_within(processes: list[psutil.Process], seconds: float) -> bool:
     return not alive
 
 
-def test_the_engine_dies_with_a_rollout_that_is_killed(tmp_path: Path, model_folder: Path) -> None:
-    rollout = start_rollout(tmp_path, model_folder)
+def kill_when_started(rollout: subprocess.Popen[str]) -> None:
     assert rollout.stdout is not None
     while (line := rollout.stdout.readline()) and "started" not in line:
         pass
@@ -91,6 +91,18 @@ def test_the_engine_dies_with_a_rollout_that_is_killed(tmp_path: Path, model_fol
     rollout.send_signal(signal.SIGKILL)
     rollout.wait(10)
     assert all_end_within(children, 5)
+
+
+def test_the_engine_dies_with_a_rollout_that_is_killed_and_its_sockets_go(tmp_path: Path, model_folder: Path) -> None:
+    """Those of the killed one when the next begins. A socket's path is too short for pytest's folders."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        kill_when_started(start_rollout(tmp_path, model_folder, Path(place)))
+        (left,) = Path(place).glob("laminar-vllm-*")
+        assert any(path.is_socket() for path in left.iterdir())
+        assert not any(path.is_socket() for path in Path(place).iterdir())
+        kill_when_started(start_rollout(tmp_path, model_folder, Path(place)))
+        (other,) = Path(place).glob("laminar-vllm-*")
+        assert other != left
 
 
 def test_the_engine_dies_with_a_rollout_that_is_killed_while_it_starts(tmp_path: Path, model_folder: Path) -> None:

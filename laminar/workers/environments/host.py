@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+import math
 import os
 import signal
 import sys
@@ -200,6 +201,7 @@ class EnvironmentHost:
         self._processes = [_ScoringProcess(setup) for _ in range(workers)]
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
         self._waiting = 0
+        self._told_at = -math.inf
         self._closed = False
         self.counts: collections.Counter[str] = collections.Counter()
         self.resume: Resume = "state"
@@ -264,7 +266,8 @@ class EnvironmentHost:
         return EnvironmentFailure(status, message)
 
     async def _acquire(self, what: str) -> _ScoringProcess:
-        """A process without a request. The wait is bounded by the limits of the calls ahead, and told at each."""
+        """A process without a request. The wait is bounded by the limits of the calls ahead, and told once in each,
+        by one for all who wait."""
         self._waiting += 1
         try:
             while not self._closed:
@@ -275,6 +278,10 @@ class EnvironmentHost:
                         return process
                     self._idle.put_nowait(process)
                 except TimeoutError:
+                    now = asyncio.get_running_loop().time()
+                    if now - self._told_at < self._limit:
+                        continue
+                    self._told_at = now
                     log.warning(
                         "%s has waited %.1f s for one of %d scoring processes, %d calls wait; raise reward.workers",
                         what, self._limit, len(self._processes), self._waiting,

@@ -180,6 +180,16 @@ async def test_endless_scorers_are_killed_and_the_pool_lives_on() -> None:
         assert [s.reward for s in scores] == [0.25] * 4
 
 
+async def test_of_those_who_wait_for_a_scoring_process_one_speaks_for_all(caplog: pytest.LogCaptureFixture) -> None:
+    """256 trajectories that wait for a slow judge would fill the log."""
+    begun = time.monotonic()
+    async with running(timeout=0.5) as host:
+        await asyncio.gather(*(failure(host, "sleeps") for _ in range(7)))
+    told = [r for r in caplog.records if "has waited 0.5 s for one of 1 scoring processes" in r.getMessage()]
+    assert 1 <= len(told) <= (time.monotonic() - begun) / 0.5
+    assert "raise reward.workers" in told[0].getMessage()
+
+
 async def test_a_limit_also_kills_what_the_scorer_started() -> None:
     async with running(timeout=1.0) as host:
         assert (await failure(host, "starts_another")).status == "reward_timeout"

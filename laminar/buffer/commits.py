@@ -180,21 +180,21 @@ class TableCommitter:
             data = await self.storage.read(segment.incoming.path)
         except NotFound as e:
             raise CorruptSegment(f"{segment.incoming.path} is registered and not there: {e}") from e
-        contents = read_segment(data, self.schema, complete=True)
+        contents = read_segment(data, self.schema, complete=True, name=segment.incoming.path)
         rows = sum(b.num_rows for b in contents.batches)
         if contents.torn_at is not None or rows != segment.incoming.rows:
             raise CorruptSegment(f"{segment.incoming.path} holds {rows} of {segment.incoming.rows} registered rows")
         return list(contents.batches)
 
     async def _readable(self, segments: Sequence[Registered]) -> list[Registered]:
-        """Those that can be read; the trajectories of the others are issued again."""
+        """Those that can be read; what the others held is issued again, as far as that can be."""
         good: list[Registered] = []
         for segment in segments:
             try:
                 await self._read(segment)
                 good.append(segment)
             except CorruptSegment as e:
-                log.error("table %s: %s; its trajectories are generated again", self.name, e)
+                log.error("table %s: %s; %s", self.name, e, _consequence(segment.incoming))
                 await self._reissue(segment)
         return good
 
@@ -203,6 +203,8 @@ class TableCommitter:
         puts: list[Operation] = [
             Put(self.keys.claim(*parse_trajectory(name)), claim.dump()) for name in segment.incoming.trajectories
         ]
+        if (request := segment.incoming.evaluation) is not None:
+            puts.append(Put(f"{self.keys.evaluations}{request.version:09d}", request.dump()))
         await self.coordination.transact(
             Transaction((self.ledger.actor.guard(), unchanged(segment.kv)), (Delete(segment.kv.key), *puts))
         )
@@ -220,3 +222,11 @@ class TableCommitter:
         await self._put_head(head.model_copy(update={"lance_version": version, "compacted": version}), kv)
         self.compactions += 1
         log.info("table %s: compacted at version %d", self.name, version)
+
+
+def _consequence(incoming: Incoming) -> str:
+    if incoming.trajectories:
+        return "its trajectories are generated again"
+    if incoming.evaluation is not None:
+        return f"version {incoming.evaluation.version} is evaluated again, if its weights are still there"
+    return f"its {incoming.rows} rows are lost"

@@ -192,6 +192,13 @@ class TrainerProgress(Record):
     """What the user should know of the run as it is now, a sentence each."""
 
 
+class EvaluationRequest(Record):
+    """`evaluations/<version>`: evaluate this version on the held-out prompts; deleted when its rows are registered."""
+
+    version: int
+    digest: str
+
+
 class Incoming(Record):
     """A durable segment of finished rows that the committer has not committed yet."""
 
@@ -201,6 +208,8 @@ class Incoming(Record):
     worker: str
     trajectories: list[str] = []
     """Names of the trajectories in it (experience only), so that none is lost if the segment turns out unreadable."""
+    evaluation: EvaluationRequest | None = None
+    """What asked for it (evaluation only): it is asked for again if the segment turns out unreadable."""
 
 
 class Intent(Record):
@@ -265,13 +274,6 @@ class ChainRecord(Record):
 
     epoch: int
     order: list[str]
-
-
-class EvaluationRequest(Record):
-    """`evaluations/<version>`: evaluate this version on the held-out prompts; deleted when its rows are registered."""
-
-    version: int
-    digest: str
 
 
 class Retain(Record):

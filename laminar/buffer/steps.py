@@ -306,7 +306,7 @@ async def read_batch(
             f"{decision.file} has sha256 {digest[:16]}…, decided was {decision.sha256[:16]}…; "
             f"{remedy}, step {decision.step} cannot be trained without it"
         )
-    contents = read_segment(data, BATCH, complete=True)
+    contents = read_segment(data, BATCH, complete=True, name=decision.file)
     return DecidedBatch(decision, pa.Table.from_batches(contents.batches, schema=BATCH))
 
 

@@ -19,8 +19,8 @@ from laminar.errors import ConfigError, LaminarError
 from laminar.simulator.run import Outcome, describe, simulate
 
 LINE_LIMIT = 16 << 20
-SEED_LIMIT_S = 300.0
-"""Real seconds within which a child must finish a seed."""
+SEED_LIMIT_S, LOOK_S = 300.0, 5.0
+"""Real seconds within which a child must finish a seed, as far as this process itself is awake; how often it looks."""
 SHOWN_FAILURES = 10
 
 
@@ -89,11 +89,9 @@ async def _child(seeds: range, seen: Callable[[Outcome], None]) -> None:
     assert process.stdout is not None
     try:
         for seed in seeds:
-            try:
-                async with asyncio.timeout(SEED_LIMIT_S):
-                    line = await process.stdout.readline()
-            except TimeoutError:
-                raise LaminarError(f"seed {seed} did not end within {SEED_LIMIT_S:.0f} s: it loops for ever") from None
+            line = await _line(process.stdout)
+            if line is None:
+                raise LaminarError(f"seed {seed} did not end within {SEED_LIMIT_S:.0f} s: it loops for ever")
             if not line:
                 raise LaminarError(f"the process that ran seed {seed} ended with {await process.wait()}")
             seen(Outcome(**json.loads(line)))
@@ -101,6 +99,16 @@ async def _child(seeds: range, seen: Callable[[Outcome], None]) -> None:
         if process.returncode is None:
             process.kill()
         await process.wait()
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes | None:
+    """The next one; None if there is none in time. A machine that sleeps meanwhile costs one look."""
+    reading = asyncio.ensure_future(stream.readline())
+    for _ in range(round(SEED_LIMIT_S / LOOK_S)):
+        if (await asyncio.wait([reading], timeout=LOOK_S))[0]:
+            return reading.result()
+    reading.cancel()
+    return None
 
 
 def run_faults(text: str, jobs: int, say: Callable[[str], None]) -> bool:
@@ -121,6 +129,7 @@ def run_faults(text: str, jobs: int, say: Callable[[str], None]) -> bool:
     try:
         asyncio.run(run_seeds(seeds, jobs, seen))
     except* LaminarError as group:
+        say(report(tally, time.monotonic() - started))
         raise group.exceptions[0] from None
     say(report(tally, time.monotonic() - started))
     return not tally.failed

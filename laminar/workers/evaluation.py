@@ -217,10 +217,13 @@ class Evaluator:
         run, segment = self.run_info, f"eval-{version:09d}"
         batch = pa.RecordBatch.from_pylist(list(rows), schema=EVALUATION)
         path = await until_written(run.clock, "an evaluation", partial(self._write, segment, batch))
-        incoming = Incoming(table="evaluation", path=path, rows=len(rows), worker=self.member.id)
         request = await run.coordination.get(self._request_key(version))
         if request is None:
             return
+        incoming = Incoming(
+            table="evaluation", path=path, rows=len(rows), worker=self.member.id,
+            evaluation=EvaluationRequest.parse(request.value),
+        )  # fmt: skip
         registered = await self.member.ledger.register(
             "evaluation",
             segment,

@@ -19,8 +19,8 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger, all_claims
 from laminar.buffer.memory import Fault, MemoryEtcd
 from laminar.buffer.partials import Partial
-from laminar.buffer.records import Incoming, Intent, TableHead
-from laminar.buffer.schema import EXPERIENCE
+from laminar.buffer.records import EvaluationRequest, Incoming, Intent, TableHead
+from laminar.buffer.schema import EVALUATION, EXPERIENCE, STEP_METRICS
 from laminar.buffer.storage import MemoryStorage
 from laminar.buffer.table import MemoryTable
 from laminar.errors import CoordinationUnavailable, Fenced, StoreError
@@ -397,6 +397,33 @@ async def test_trajectories_of_an_unreadable_segment_are_issued_again(start: Sta
     assert sorted(await world.rows()) == [(0, 0), (0, 1), (2, 0), (2, 1)]
     assert world.server.get(KEYS.incoming("experience", "w-000001")) is None
     await assert_reissued_and_finished(world, committer, 3)
+
+
+async def unreadable(world: World, table: str, segment: str, request: EvaluationRequest | None) -> None:
+    path = f"incoming/{table}/w-{segment}.arrow"
+    await world.storage.write(path, b"no segment")
+    incoming = Incoming(table=table, path=path, rows=96, worker="w", evaluation=request)
+    assert await world.rollout.ledger.register(table, segment, incoming, Transaction((), ()))
+    actor, _ = await world.committer()
+    schema = {"evaluation": EVALUATION, "step_metrics": STEP_METRICS}[table]
+    committer = TableCommitter(
+        table, schema, MemoryTable(schema), actor.coordination, KEYS, actor.ledger, world.storage
+    )
+    assert await committer.run_once() == 0
+    assert world.server.get(KEYS.incoming(table, segment)) is None
+
+
+async def test_an_unreadable_evaluation_is_asked_for_again(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    world = await World.make(start, 0)
+    request = EvaluationRequest(version=15, digest="d")
+    await unreadable(world, "evaluation", "eval-000000015", request)
+    assert EvaluationRequest.parse(one(world.server, f"{KEYS.evaluations}000000015").value) == request
+    assert "version 15 is evaluated again" in caplog.text
+
+
+async def test_what_cannot_be_had_again_is_said_to_be_lost(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    await unreadable(await World.make(start, 0), "step_metrics", "000000003-t1", None)
+    assert "w-000000003-t1.arrow" in caplog.text and "its 96 rows are lost" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["flipped", "missing"])

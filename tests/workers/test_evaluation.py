@@ -134,7 +134,7 @@ class World:
 
     async def rows(self) -> list[dict[str, Any]]:
         kv = self.server.get(KEYS.incoming("evaluation", "eval-000000005"))
-        assert kv is not None
+        assert kv is not None and Incoming.parse(kv.value).evaluation == REQUEST
         contents = read_segment(await self.storage.read(Incoming.parse(kv.value).path), EVALUATION, complete=True)
         return [row for batch in contents.batches for row in batch.to_pylist()]
 

@@ -314,14 +314,14 @@ def replay(
     from laminar.workers.viewing import render
     from laminar.workers.viewing.export import checked_writer, write_table
     from laminar.workers.viewing.inspect import open_store
-    from laminar.workers.viewing.replay import Question, as_table, changes_of, verdict
+    from laminar.workers.viewing.replay import Question, as_table, changes_of, devices_of, verdict
     from laminar.workers.viewing.replay import replay as run_replay
 
     store = open_store(target)
     changes = changes_of(store.run, set_ or [])
     if out is not None:
         checked_writer(out, force=force)
-    question = Question(first, checkpoint, steps, changes, model)
+    question = Question(first, checkpoint, steps, changes, devices_of(store.run, set_ or []), model)
     replayed = run_replay(store, question, lambda step: _print(render.replayed(step)))
     if out is not None:
         write_table(as_table(replayed), out, force=force)

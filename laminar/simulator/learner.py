@@ -81,3 +81,6 @@ class SimLearner:
 
     def export(self, folder: Path) -> None:
         self.save(folder)
+
+    def close(self) -> None:
+        """All of it is in this process."""

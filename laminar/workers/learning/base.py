@@ -105,3 +105,7 @@ class Learner(Protocol):
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder (model and tokenizer) that `from_pretrained` opens."""
         ...
+
+    def close(self) -> None:
+        """End what it runs beside this process, which at the latest ends with it."""
+        ...

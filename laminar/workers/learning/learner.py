@@ -212,6 +212,9 @@ class TorchLearner:
         self.parameters.cast()
         self.parameters.export(folder)
 
+    def close(self) -> None:
+        """All of it is in this process."""
+
     def _advantages(self, batch: Sequence[Sample]) -> Advantages:
         rewards = torch.tensor([s.reward for s in batch], dtype=torch.float32)
         groups = torch.tensor([s.group for s in batch], dtype=torch.int64)

@@ -126,7 +126,8 @@ class Publisher:
         promised = newest.digest if newest is not None and newest.version == staged.version else expected_digest
         if promised and info.digest != promised:
             log.error(
-                "replay_drift: version %d came out as %s, it was published as %s",
+                "replay_drift: version %d came out as %s, it was published as %s (with another number of devices or "
+                "threads, or on other hardware?)",
                 staged.version, info.digest[:12], promised[:12],
             )  # fmt: skip
         head = WeightsHead(

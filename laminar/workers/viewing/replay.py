@@ -38,18 +38,21 @@ from laminar.workers.training.stepping import train_decided
 from laminar.workers.viewing.inspect import StoreView
 
 DECISION = re.compile(r"batches/(\d+)\.json")
+DEVICES = "trainer.devices"
 
 
 @dataclass(frozen=True)
 class Question:
     """What to replay. `first`: the first step to show and to change; `checkpoint`: the version to begin with (0 is the
     initial model; None: the newest one that is not after `first`); `count`: how many steps (None: all). `changes`:
-    values of the config by their keys, instead of the recorded ones."""
+    values of the config by their keys, instead of the recorded ones. `devices`: `trainer.devices`, for all steps,
+    instead of the run's newest; it is not recorded with a step."""
 
     first: int | None = None
     checkpoint: int | None = None
     count: int | None = None
     changes: Mapping[str, Any] | None = None
+    devices: int | None = None
     model: Path | None = None
 
 
@@ -87,20 +90,31 @@ class ReplayedStep:
 
 
 def changes_of(file: RunFile, overrides: Sequence[str]) -> dict[str, Any]:
-    """`section.key=value` strings as settings. Raises ConfigError for what is no value of the config, or shapes no
-    step."""
+    """`section.key=value` strings as settings; `devices_of` has `trainer.devices`. Raises ConfigError for what is no
+    value of the config, or shapes no step."""
+    overrides = [item for item in overrides if _key(item) != DEVICES]
     if not overrides:
         return {}
     config = config_from(with_overrides(file.config, list(overrides)), origin="--set")
-    keys = [item.partition("=")[0].strip() for item in overrides]
+    keys = [_key(item) for item in overrides]
     other = [key for key in keys if key not in SETTINGS]
     if other:
         raise ConfigError(
             f"--set {other[0]}: this does not shape an optimizer step (the batches are those that were decided); what "
-            f"can be set: {', '.join(SETTINGS)}"
+            f"can be set: {', '.join((*SETTINGS, DEVICES))}"
         )
     values = settings_of(config.trainer, config.sampling.temperature)
     return {key: values[key] for key in keys}
+
+
+def devices_of(file: RunFile, overrides: Sequence[str]) -> int | None:
+    """The `trainer.devices` among `section.key=value` strings. Raises ConfigError for what is no number of them."""
+    chosen = [item for item in overrides if _key(item) == DEVICES]
+    return config_from(with_overrides(file.config, chosen), origin="--set").trainer.devices if chosen else None
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
 
 
 def replay(store: StoreView, question: Question, tell: Callable[[ReplayedStep], None]) -> list[ReplayedStep]:
@@ -116,8 +130,22 @@ async def _replay(store: StoreView, question: Question, tell: Callable[[Replayed
     storage = store.storage
     plan = await plan_replay(storage, question)
     config = config_from(store.run.config, origin="run.json")
+    if question.devices is not None:
+        trainer = config.trainer.model_copy(update={"devices": question.devices})
+        config = config.model_copy(update={"trainer": trainer})
     folder = await asyncio.to_thread(check_model, store.run, question.model)
     learner = await asyncio.to_thread(create_learner, config, folder)
+    try:
+        return await _train_again(store, question, plan, config, learner, tell)
+    finally:
+        await asyncio.to_thread(learner.close)
+
+
+async def _train_again(
+    store: StoreView, question: Question, plan: Plan, config: Config, learner: Learner,
+    tell: Callable[[ReplayedStep], None],
+) -> list[ReplayedStep]:  # fmt: skip
+    storage = store.storage
     if plan.base:
         await load_checkpoint(storage, learner, plan.base)
     recorded = await asyncio.to_thread(recorded_steps, store, plan.first, plan.end)
@@ -222,8 +250,9 @@ def verdict(steps: Sequence[ReplayedStep], changes: Mapping[str, Any]) -> tuple[
         return True, f"{text}: bitwise the same" if compared else text
     first = next(s.step for s in compared if not s.equal)
     return False, (
-        f"{text}, step {first} is the first that did not; other hardware, another number of threads (trainer.threads), "
-        "kernels that are not deterministic (trainer.deterministic) or another release of torch give other bits"
+        f"{text}, step {first} is the first that did not; other hardware, another number of devices (--set {DEVICES}=N; "
+        "else the run's newest is used) or of threads (trainer.threads), kernels that are not deterministic "
+        "(trainer.deterministic) or another release of torch give other bits"
     )
 
 

@@ -18,7 +18,7 @@ from laminar.buffer.schema import STEP_METRICS
 from laminar.cli import app
 from laminar.errors import ConfigError, CorruptSegment, StoreError, WeightsError
 from laminar.workers.viewing.inspect import StoreView, open_store
-from laminar.workers.viewing.replay import Question, ReplayedStep, as_table, changes_of, replay, verdict
+from laminar.workers.viewing.replay import Question, ReplayedStep, as_table, changes_of, devices_of, replay, verdict
 
 
 @pytest.fixture
@@ -98,6 +98,19 @@ def test_other_settings_count_from_the_first_step_that_is_shown(trained_store: P
 def test_what_cannot_be_set_is_refused(trained_store: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         changes_of(StoreView.open(str(trained_store)).run, [override])
+
+
+def test_the_number_of_devices_may_be_another_than_the_runs(trained_store: Path) -> None:
+    """The same steps by two processes: other bits, nearly the same numbers."""
+    view = open_store(str(trained_store))
+    assert changes_of(view.run, ["trainer.devices=2"]) == {}
+    assert devices_of(view.run, ["trainer.devices=2", "trainer.clip_high=0.3"]) == 2
+    assert devices_of(view.run, ["trainer.clip_high=0.3"]) is None
+    with pytest.raises(ConfigError, match=r"trainer\.devices = 0"):
+        devices_of(view.run, ["trainer.devices=0"])
+    (one,), (two,) = run(trained_store, count=1), run(trained_store, count=1, devices=2)
+    assert two.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=0.05)
+    assert one.equal and (two.equal or "trainer.devices=N" in verdict([two], {})[1])
 
 
 # -- what is not there ------------------------------------------------------------------------------------------

@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pyarrow as pa
+
 from laminar.buffer.archive import read_archive
 from laminar.buffer.claims import Held, stranded
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.extent import behind, read_extent
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import BatchDecision, Cursor, Incoming, TableHead, TrainerHead, WeightsHead
-from laminar.buffer.schema import EXPERIENCE
+from laminar.buffer.schema import EXPERIENCE, TABLES
 from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import BATCH, oldest_checkpoint, read_closings
 from laminar.buffer.storage import Storage
@@ -53,6 +55,8 @@ class Picture:
     """Batch files that no restart needs and that are not there any more."""
     metrics: Sequence[Mapping[str, Any]] = ()
     steps: Sequence[Mapping[str, Any]] = ()
+    registered_metrics: set[int] = field(default_factory=set)
+    """Steps whose row of `step_metrics` is durable and not committed yet."""
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
     """Files and keys of the dead that nothing refers to."""
@@ -113,6 +117,9 @@ async def gather(
             rows_committed += incoming.rows
             continue
         await _gather_incoming(coordination, key, storage, incoming, picture)
+    for name, schema in TABLES.items():
+        for key in under(keys.incoming_table(name)) if name != "experience" else ():
+            await _gather_other(coordination, key, storage, schema, Incoming.parse(by_key[key].value), picture)
     table = await tables["experience"].read(filter=f"commit_seq < {rows_committed}")
     picture.experience = table.to_pylist()
     picture.metrics = (await tables["step_metrics"].read()).to_pylist()
@@ -144,6 +151,19 @@ async def _gather_incoming(
             picture.unreadable.append(f"{incoming.path}: {e}")
         found = [parse_trajectory(name) for name in incoming.trajectories]
     picture.registered += found
+
+
+async def _gather_other(
+    coordination: Coordination, key: str, storage: Storage, schema: pa.Schema, incoming: Incoming, picture: Picture
+) -> None:
+    try:
+        batches = read_segment(await storage.read(incoming.path), schema, complete=True, name=incoming.path).batches
+    except (StoreError, FileNotFoundError) as e:
+        if await coordination.get(key) is not None:
+            picture.unreadable.append(f"{e}; its {incoming.rows} rows of table {incoming.table} would be lost")
+        return
+    if incoming.table == "step_metrics":
+        picture.registered_metrics.update(step for batch in batches for step in batch.column("step").to_pylist())
 
 
 async def _gather_batches(storage: Storage, decisions: Sequence[BatchDecision], picture: Picture) -> None:
@@ -307,10 +327,20 @@ def _batches(p: Picture) -> list[str]:
             problems.append(f"invariant 4: {len(consumed)} groups are decided, the head says {p.head.consumed_groups}")
         if p.head.state == "done" and len(consumed) != p.cursor:
             problems.append(f"the run is done, but {p.cursor - len(consumed)} groups are neither trained nor retired")
+    problems += _recorded(p)
     trained = Counter((s["step"], s["group"], s["sample"]) for s in p.steps)
     if again := sorted(k for k, n in trained.items() if n > 1):
         problems.append(f"invariant 4: (step, group, sample) recorded twice {_some(again)}")
     return problems
+
+
+def _recorded(p: Picture) -> list[str]:
+    """Each recorded step has its row of metrics, committed or registered: a segment that was damaged before its commit
+    costs it."""
+    wanted = set(range(p.head.step if p.head is not None else 0))
+    if lost := sorted(wanted.difference((m["version"] - 1 for m in p.metrics), p.registered_metrics)):
+        return [f"table step_metrics has no row of the recorded steps {_some(lost)}"]
+    return []
 
 
 def _versions(p: Picture) -> list[str]:

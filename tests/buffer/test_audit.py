@@ -246,6 +246,7 @@ class Store:
         await steps.record(0, "t", [], {}, 1, DIGESTS[1], 0)
         await self.commit()
         await self.finish("w-1", held[4:6])
+        self.steps = steps
 
     async def finish(self, segment: str, held: list[Held]) -> None:
         incoming = await write_incoming(self.storage, "w", segment, [finished(*h.id) for h in held])
@@ -322,6 +323,20 @@ async def test_a_registered_segment_that_cannot_be_read_is_reported(store: Store
         store.storage.damage(path, 2500, b"\xaa\x55\xaa")
     problems = check(await store.gather()).problems
     assert len(problems) == 1 and path in problems[0]
+
+
+async def test_a_step_whose_metrics_were_damaged_is_reported_before_and_after_they_are_lost(store: Store) -> None:
+    rows = (await store.tables["experience"].read()).slice(2, 2)
+    await store.steps.decide(1, rows.append_column("use", pa.array(["train"] * 2)).cast(BATCH), [1], {})
+    await store.steps.record(1, "t", [], {}, 2, DIGESTS[1], 0)
+    path = "incoming/step_metrics/t-step-000000001.arrow"
+    assert check(await store.gather()).problems == []
+    store.storage.damage(path, 700, b"\xaa\x55\xaa")
+    before = check(await store.gather()).problems
+    assert len(before) == 2 and path in before[0] and "its 1 rows of table step_metrics would be lost" in before[0]
+    await store.commit()
+    after = check(await store.gather()).problems
+    assert after == ["table step_metrics has no row of the recorded steps 1 (1)"] == before[1:]
 
 
 async def test_a_damaged_batch_file_is_reported(store: Store) -> None:

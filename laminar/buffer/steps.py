@@ -290,17 +290,22 @@ async def read_closings(storage: Storage, in_etcd: Mapping[str, str]) -> list[Ba
 async def read_batch(
     storage: Storage, decision: BatchDecision, experience: Table | None = None
 ) -> DecidedBatch:
-    """A file that was removed since it was old is made again from the experience, if that is given. Raises
-    CorruptSegment if the batch is not byte for byte what was decided."""
+    """A file that was removed since it was old, or is damaged, is made again from the experience, if that is given.
+    Raises CorruptSegment if the batch is not byte for byte what was decided."""
     try:
         data = await storage.read(decision.file)
-        remedy = "restore the file"
+        wrong, remedy = "damaged", "restore the file"
     except NotFound:
         if experience is None:
             raise
-        data = encoded(await batch_rows(experience, uses_of(decision)))
-        remedy = "its file is not there, and the experience gives other bytes: restore the file"
+        data, wrong = b"", "not there"
     digest = hashlib.sha256(data).hexdigest()
+    if digest != decision.sha256 and experience is not None:
+        if wrong == "damaged":
+            log.error("%s is damaged: the batch is made again from the experience", decision.file)
+        data = encoded(await batch_rows(experience, uses_of(decision)))
+        digest = hashlib.sha256(data).hexdigest()
+        remedy = f"its file is {wrong}, and the experience gives other bytes: restore the file"
     if digest != decision.sha256:
         raise CorruptSegment(
             f"{decision.file} has sha256 {digest[:16]}…, decided was {decision.sha256[:16]}…; "

@@ -394,15 +394,19 @@ async def test_a_damaged_archive_is_said(world: World) -> None:
             await log.decisions()
 
 
-async def test_a_batch_file_that_was_removed_is_made_again_from_the_experience(world: World) -> None:
+@pytest.mark.parametrize("gone", [True, False])
+async def test_a_batch_file_that_was_removed_or_damaged_is_made_again(world: World, gone: bool) -> None:
     _, log = await world.trainer()
     rows = batch({0: "train", 1: "no_signal", 2: "train"})
     experience = MemoryTable(EXPERIENCE)
     await experience.commit(rows.drop_columns("use").cast(EXPERIENCE), target=1, key="k")
     uses = {2: "train", 1: "no_signal"}
     decided = await log.decide(0, await batch_rows(experience, uses), [2], {1: "no_signal"})
-    await world.storage.delete(decided.decision.file)
-    with pytest.raises(StoreError, match="not there"):
+    if gone:
+        await world.storage.delete(decided.decision.file)
+    else:
+        await world.storage.write(decided.decision.file, b"\xaa\x55", overwrite=True)
+    with pytest.raises(StoreError, match="not there" if gone else "cannot be trained without it"):
         await log.read(0)
     assert (await log.read(0, experience)).rows.equals(decided.rows)
     other = MemoryTable(EXPERIENCE)

@@ -209,6 +209,7 @@ def check(p: Picture) -> AuditReport:
     problems += _exactly_once(p)
     problems += _trajectories(p)
     problems += _batches(p)
+    problems += _recorded(p)
     problems += _versions(p)
     checked = {
         "groups drawn": p.cursor,
@@ -327,7 +328,6 @@ def _batches(p: Picture) -> list[str]:
             problems.append(f"invariant 4: {len(consumed)} groups are decided, the head says {p.head.consumed_groups}")
         if p.head.state == "done" and len(consumed) != p.cursor:
             problems.append(f"the run is done, but {p.cursor - len(consumed)} groups are neither trained nor retired")
-    problems += _recorded(p)
     trained = Counter((s["step"], s["group"], s["sample"]) for s in p.steps)
     if again := sorted(k for k, n in trained.items() if n > 1):
         problems.append(f"invariant 4: (step, group, sample) recorded twice {_some(again)}")

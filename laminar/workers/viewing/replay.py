@@ -250,9 +250,9 @@ def verdict(steps: Sequence[ReplayedStep], changes: Mapping[str, Any]) -> tuple[
         return True, f"{text}: bitwise the same" if compared else text
     first = next(s.step for s in compared if not s.equal)
     return False, (
-        f"{text}, step {first} is the first that did not; other hardware, other devices (--set {DEVICES}=N; "
-        "else the run's newest is used) or of threads (trainer.threads), kernels that are not deterministic "
-        "(trainer.deterministic) or another release of torch give other bits"
+        f"{text}, step {first} is the first that did not; other hardware, another number of devices "
+        f"(--set {DEVICES}=N; else the run's newest is used) or of threads (trainer.threads), kernels that are not "
+        "deterministic (trainer.deterministic) or another release of torch give other bits"
     )
 
 

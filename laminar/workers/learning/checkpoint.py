@@ -19,7 +19,7 @@ from typing import Any
 
 import blake3
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from laminar.errors import WeightsError
@@ -54,12 +54,6 @@ def opened(folder: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     `master[name][:]`, or `master[name][2:4, 1:]` for a part."""
     with safe_open(folder / MASTER, "pt") as master, safe_open(folder / OPTIMIZER, "pt") as moments:
         yield tuple({name: file.get_slice(name) for name in file.keys()} for file in (master, moments))  # type: ignore
-
-
-def read(folder: Path) -> tuple[LearnerState, dict[str, Tensor], dict[str, Tensor]]:
-    """State, master weights and moments (on the CPU). Raises as `verify`."""
-    state = verify(folder)
-    return state, load_file(folder / MASTER), load_file(folder / OPTIMIZER)
 
 
 def verify(folder: Path) -> LearnerState:

@@ -46,7 +46,10 @@ class Backoff:
 
 
 async def retry(call: Callable[[], Awaitable[T]], what: str, within_s: float, source: random.Random) -> T:
-    """Repeat a call that is safe to repeat while etcd is unavailable, for `within_s` seconds at most."""
+    """Repeat a call that is safe to repeat while etcd is unavailable; the last attempt begins `within_s` seconds in.
+
+    A wait is cut short at the limit, so that an outage that ends before it is always seen to have ended.
+    """
     loop = asyncio.get_running_loop()
     started = loop.time()
     backoff = Backoff(source)
@@ -56,8 +59,8 @@ async def retry(call: Callable[[], Awaitable[T]], what: str, within_s: float, so
         try:
             return await call()
         except CoordinationUnavailable as error:
-            wait = backoff.next()
-            if loop.time() + wait >= started + within_s:
+            wait = min(backoff.next(), started + within_s - loop.time())
+            if wait <= 0:
                 if isinstance(error, CoordinationFull):
                     raise
                 raise CoordinationUnavailable(

@@ -46,7 +46,7 @@ class MemoryBackend:
         self.server = MemoryEtcd()
         self.faults = Faults(random.Random(1))
         self.client: Coordination = MemoryCoordination(self.server)
-        self.cut_client: Coordination = MemoryCoordination(self.server, self.faults, timeout_s=0.3, retry_s=1.5)
+        self.cut_client: Coordination = MemoryCoordination(self.server, self.faults, timeout_s=0.3, retry_s=3)
 
     async def cut(self) -> None:
         self.faults.partition()
@@ -129,7 +129,7 @@ class EtcdBackend:
         self.wires = [Wire(p.client_port) for p in self.processes]
         await self.mend()
         through = [f"127.0.0.1:{w.port}" for w in self.wires]
-        self.cut_client: Coordination = access.at(through).connect(timeout_s=0.5, retry_s=1.5)
+        self.cut_client: Coordination = access.at(through).connect(timeout_s=0.5, retry_s=3)
 
     async def cut(self) -> None:
         for wire in self.wires:

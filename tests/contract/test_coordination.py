@@ -379,9 +379,9 @@ class TestUnavailability:
         await client.put(key, "1")
         await backend.cut()
         started = asyncio.get_running_loop().time()
-        with pytest.raises(CoordinationUnavailable, match=r"get of .* attempts, limit 1\.5 s.*etcd runs"):
+        with pytest.raises(CoordinationUnavailable, match=r"get of .* attempts, limit 3 s.*etcd runs"):
             await client.get(key)
-        assert asyncio.get_running_loop().time() - started < 4
+        assert asyncio.get_running_loop().time() - started < 8
         with pytest.raises(CoordinationUnavailable):
             await client.transact(Transaction((), (Put(key, "2"),)))
         with pytest.raises(CoordinationUnavailable):

@@ -10,6 +10,7 @@ you trust, as most clusters' are.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -46,6 +47,7 @@ from laminar.relay.transport.frames import (
 )
 from laminar.relay.transport.handshake import ACCEPT, GREETING, PROOF, Asker, Identity, Server
 from laminar.relay.transport.pieces import alive, receive_delta, send_pieces
+from laminar.relay.transport.strangers import Strangers
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +55,8 @@ HANDSHAKE_S = 5.0
 """Seconds that a stranger may take to prove the secret."""
 IDLE_S = 30.0
 """Seconds between two requests of an asker."""
-MAX_STRANGERS, MAX_PEERS = 64, 512
-"""Connections that have not proved the secret, and all; more are closed at once."""
+MAX_STRANGERS, MAX_CONNECTIONS = 128, 640
+"""Connections that have not proved the secret, of which one makes place for another; and all: more are closed."""
 BACKLOG = 128
 
 
@@ -109,7 +111,7 @@ class TcpTransport:
         self._on_refusal = on_refusal
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = 0
+        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS)
         self._layouts: dict[str, bytes] = {}
 
     async def listen(self, find: FindSource) -> str:
@@ -169,18 +171,36 @@ class TcpTransport:
                 self._on_refusal(f"cannot accept a connection: {e.strerror}")
                 await asyncio.sleep(0.1)
                 continue
-            if self._strangers >= MAX_STRANGERS or len(self._tasks) > MAX_PEERS:
+            if len(self._tasks) > MAX_CONNECTIONS:
                 self._on_refusal(f"too many connections ({len(self._tasks)}); one from {address[0]} is closed")
                 sock.close()
-                continue
-            self._spawn(self.serve(sock, f"{address[0]}:{address[1]}", find))
+            elif self._has_place(sock, address[0]):
+                self._spawn(self.serve(sock, f"{address[0]}:{address[1]}", find))
+
+    def _has_place(self, sock: socket.socket, address: str) -> bool:
+        """Give a stranger a place, if need be that of another; close the one that has none."""
+        verdict = self._strangers.admit(sock, address, asyncio.get_running_loop().time())
+        if verdict.network:
+            self._on_refusal(
+                f"{len(self._strangers)} connections have not proved the secret, {verdict.held} of them from "
+                f"{verdict.network}: {'one of those' if verdict.taken else f'another from {address}'} is closed"
+            )
+        if not verdict.taken:
+            sock.close()
+        elif verdict.closed is not None:
+            with contextlib.suppress(OSError):  # it may be gone
+                verdict.closed.shutdown(socket.SHUT_RDWR)
+        return verdict.taken
 
     async def serve(self, sock: socket.socket, address: str, find: FindSource) -> None:
         """Serve one connection until its end; whatever it sends, only it is ended."""
         _prepare(sock)
         channel = FrameChannel(sock, peer=address, stall_s=HANDSHAKE_S)
         try:
-            await self._admit(channel)
+            try:
+                await self._admit(channel)
+            finally:
+                self._strangers.leave(sock)
             while True:
                 await self._answer(channel, find)
         except (PeerRefused, ProtocolError) as e:
@@ -193,7 +213,6 @@ class TcpTransport:
             channel.close()
 
     async def _admit(self, channel: FrameChannel) -> None:
-        self._strangers += 1
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 server = Server(Identity(self._secret, self._run, self._relay))
@@ -203,8 +222,6 @@ class TcpTransport:
                 channel.sealed_by(seal, check)
         except TimeoutError:
             raise PeerRefused(f"it did not prove the secret within {HANDSHAKE_S:g} s") from None
-        finally:
-            self._strangers -= 1
 
     async def _answer(self, channel: FrameChannel, find: FindSource) -> None:
         """One request: find, then send what is fetched."""

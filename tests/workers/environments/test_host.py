@@ -263,17 +263,20 @@ async def test_an_environment_of_several_turns() -> None:
 
 
 async def test_environment_failures_have_statuses_of_their_own() -> None:
-    async with running("exact", "user_code:Counting", timeout=2.0) as host:
-        for prompt, reply, status, told in [
-            (Prompt(1, "raise"), None, "environment_error", "KeyError: 'level'"),
-            (PROMPT, "odd", "environment_error", "returned str, expected a Turn"),
-            (PROMPT, "surrogate", "environment_error", "surrogates not allowed"),
-            (PROMPT, "long", "environment_error", "the limit is 67108864"),
-            (PROMPT, "sleep", "environment_timeout", "step of prompt 7 took more"),
+    async with running("exact", "user_code:Counting", timeout=60.0) as host:
+        for prompt, reply, told in [
+            (Prompt(1, "raise"), None, "KeyError: 'level'"),
+            (PROMPT, "odd", "returned str, expected a Turn"),
+            (PROMPT, "surrogate", "surrogates not allowed"),
+            (PROMPT, "long", "the limit is 67108864"),
         ]:
             with pytest.raises(EnvironmentFailure) as caught:
                 await (host.reset(prompt) if reply is None else host.step(prompt, "0", reply))
-            assert caught.value.status == status and told in str(caught.value)
+            assert caught.value.status == "environment_error" and told in str(caught.value)
+    async with running("exact", "user_code:Counting", timeout=1.0) as host:
+        with pytest.raises(EnvironmentFailure, match="step of prompt 7 took more") as caught:
+            await host.step(PROMPT, "0", "sleep")
+        assert caught.value.status == "environment_timeout"
 
 
 @pytest.mark.parametrize(

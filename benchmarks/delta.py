@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from relay import NodeProcess, broadcast_file, chain, shaped
+from relay import NodeProcess, broadcast_file, chain, shaped, tidy_when_told_to_end
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -113,9 +113,10 @@ def hop_seconds(base: bytearray, new: bytearray, arguments: argparse.Namespace) 
         for file, data in zip(files, (base, new), strict=True):
             file.write_bytes(data)
         for options in (["--whole"], ["--retain", "2"]):
-            names = ["lb-d0", "lb-d1"]
+            names = ["d0", "d1"]
             chunk = ["--chunk-kib", "1024", "--piece-kib", str(arguments.piece_mib << 10)]
-            with shaped(names, arguments.mbit), chain(names, [*chunk, *options], namespaces=True) as nodes:
+            relays = [*chunk, *options]
+            with shaped(2, arguments.mbit) as namespaces, chain(names, relays, namespaces) as nodes:
                 results.append(_hops(nodes, files, arguments.repeats))
     return results[0], results[1]
 
@@ -130,6 +131,7 @@ def _hops(nodes: list[NodeProcess], files: list[Path], repeats: int) -> float:
 
 
 def main() -> None:
+    tidy_when_told_to_end()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="tiny-reverse")
     parser.add_argument(

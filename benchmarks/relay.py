@@ -34,6 +34,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from namespaces import own_name, remove_left_over
+
 from laminar.relay.chunks import broadcast_s, chunk_count
 
 NODE = Path(__file__).with_name("relay_node.py")
@@ -81,12 +83,13 @@ class NodeProcess:
 
 
 @contextmanager
-def chain(names: Sequence[str], options: Sequence[str], namespaces: bool) -> Iterator[list[NodeProcess]]:
+def chain(names: Sequence[str], options: Sequence[str], namespaces: Sequence[str] = ()) -> Iterator[list[NodeProcess]]:
+    """A relay for each of `names`, in the namespace of the same place where there are any."""
     nodes: list[NodeProcess] = []
     try:
-        for name in names:
+        for i, name in enumerate(names):
             bind = "0.0.0.0" if namespaces else "127.0.0.1"
-            before = ["ip", "netns", "exec", name] if namespaces else []
+            before = ["ip", "netns", "exec", namespaces[i]] if namespaces else []
             nodes.append(NodeProcess(name, [*options, "--bind", bind], before))
         for i, node in enumerate(nodes):
             endpoint = node.hear("endpoint")["endpoint"]
@@ -135,8 +138,12 @@ def run(*command: str, check: bool = True) -> None:
 
 
 @contextmanager
-def shaped(names: Sequence[str], mbit: float) -> Iterator[None]:
-    """A namespace for each relay, a pair of interfaces between neighbours; both directions are shaped to `mbit`."""
+def shaped(count: int, mbit: float) -> Iterator[list[str]]:
+    """`count` namespaces, by their names, with a pair of interfaces between neighbours; both directions are shaped to
+    `mbit`. What earlier processes left is removed first."""
+    if left := remove_left_over():
+        print(f"removed what a process that is dead had left: {', '.join(left)}", file=sys.stderr)
+    names = [own_name(f"r{i}") for i in range(count)]
     try:
         for name in names:
             run("ip", "netns", "add", name)
@@ -151,7 +158,7 @@ def shaped(names: Sequence[str], mbit: float) -> Iterator[None]:
                 # A burst is what passes unshaped: little, beside a piece.
                 shape = ("rate", f"{mbit}mbit", "burst", "8kb", "latency", "100ms")
                 run(*inside, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape)
-        yield
+        yield names
     finally:
         for name in names:
             run("ip", "netns", "delete", name, check=False)
@@ -166,10 +173,10 @@ def measure_chain(arguments: argparse.Namespace) -> None:
     print(f"{'hops':>4} {'seconds':>8} {'model':>8} {'/ model':>8} {'/ 1 hop':>8} {'link use':>8}")
     first = 0.0
     for hops in arguments.hops:
-        names = [f"lb-r{i}" for i in range(hops + 1)]
+        names = [f"r{i}" for i in range(hops + 1)]
         options = ["--chunk-kib", str(arguments.piece_kib), "--piece-kib", str(arguments.piece_kib), "--whole"]
         times, uses = [], []
-        with shaped(names, arguments.mbit), chain(names, options, namespaces=True) as nodes:
+        with shaped(hops + 1, arguments.mbit) as namespaces, chain(names, options, namespaces) as nodes:
             broadcast(nodes, 0, nbytes)  # touches the arenas
             for version in range(1, arguments.repeats + 1):
                 took, received = broadcast(nodes, version, nbytes)
@@ -233,7 +240,7 @@ def measure_loopback(arguments: argparse.Namespace) -> None:
     nbytes = arguments.megabytes << 20
     print(f"one hop over loopback, {arguments.megabytes} MiB, {arguments.repeats} repeats")
     options = ["--chunk-kib", "4096", "--streams", str(arguments.streams), "--whole"]
-    with chain(["r0", "r1"], options, namespaces=False) as nodes:
+    with chain(["r0", "r1"], options) as nodes:
         for version in range(3):  # touches all arenas
             broadcast(nodes, version, nbytes)
         landed, hop, plain = [], [], []
@@ -253,12 +260,21 @@ def _gigabytes(nbytes: int, times: Sequence[float]) -> str:
     return f"{nbytes / seconds / 1e9:6.2f} GB/s {seconds * 1e3:8.1f} ms"
 
 
-def _stop(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+def tidy_when_told_to_end() -> None:
+    """What this process made goes before it does, also when it is told to end: by an exception, once."""
+    told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def stop(number: int, frame: object) -> None:
+        for each in told:
+            signal.signal(each, signal.SIG_IGN)  # a second one would cut the removal off
+        raise SystemExit(128 + number)
+
+    for each in told:
+        signal.signal(each, stop)
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _stop)  # namespaces and processes go before this one does
+    tidy_when_told_to_end()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=["chain", "loopback"])
     parser.add_argument("--megabytes", type=int, default=16, help="MiB of a version")

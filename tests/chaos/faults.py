@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from namespaces import own_name, remove_left_over
 from observer import Observer
 from privileges import memory_disk, privileged
 from real_run import RealRun
@@ -155,12 +156,13 @@ class CutNetwork:
 
     def __init__(self) -> None:
         number = os.getpid() % 60_000
-        self.name, self.outer, inner = f"laminar{number}", f"lmo{number}", f"lmi{number}"
+        self.name, self.outer, inner = own_name("ch"), own_name("co"), own_name("ci")
         net = f"10.{100 + number // 16_384}.{number // 64 % 256}"
         low = number % 64 * 4
         self.address, there = f"{net}.{low + 1}", f"{net}.{low + 2}"
         privileged(["ip", "netns", "add", self.name])
         try:
+            remove_left_over()
             for command in (
                 f"ip link add {self.outer} type veth peer name {inner}",
                 f"ip link set {inner} netns {self.name}",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NOT_LET = ("not permitted", "denied", "not supported", "Unknown device type")
+NOT_LET = ("not permitted", "denied", "not supported", "Unknown device type", "qdisc kind is unknown")
 
 
 def privileged(command: list[str]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 
-from faults import privileged
+from namespaces import own_name, remove_left_over
+from privileges import privileged
 
 
 class RelayHosts:
@@ -16,14 +16,15 @@ class RelayHosts:
     _made = itertools.count()
 
     def __init__(self, count: int) -> None:
-        number = os.getpid() % 60_000
         self.count = count
-        # The kernel takes its time to remove those of the test before.
-        self.mark = f"lr{number}n{next(self._made)}"
-        self.net = f"10.{170 + number // 256 % 80}.{number % 256}"
-        privileged(["ip", "link", "add", f"{self.mark}b", "type", "bridge"])
+        # Not those of the test before: the kernel takes its time to remove them.
+        self._number = next(self._made)
+        # Its own bridge, on which this host has no address: others may have the same ones.
+        self.net = "10.170.0"
+        privileged(["ip", "link", "add", self._name("b"), "type", "bridge"])
         try:
-            privileged(["ip", "link", "set", f"{self.mark}b", "up"])
+            remove_left_over()
+            privileged(["ip", "link", "set", self._name("b"), "up"])
             for i in range(count):
                 self._add(i)
         except BaseException:
@@ -31,12 +32,12 @@ class RelayHosts:
             raise
 
     def _add(self, i: int) -> None:
-        host, outer, inner = self._host(i), f"{self.mark}o{i}", f"{self.mark}i{i}"
+        host, outer, inner = self._host(i), self._name(f"o{i}"), self._name(f"i{i}")
         for command in (
             f"ip netns add {host}",
             f"ip link add {outer} type veth peer name {inner}",
             f"ip link set {inner} netns {host}",
-            f"ip link set {outer} up master {self.mark}b",
+            f"ip link set {outer} up master {self._name('b')}",
             f"ip -n {host} address add {self.address(i)}/24 dev {inner}",
             f"ip -n {host} link set {inner} up",
             f"ip -n {host} link set lo up",
@@ -44,7 +45,10 @@ class RelayHosts:
             privileged(command.split())
 
     def _host(self, i: int) -> str:
-        return f"{self.mark}h{i}"
+        return self._name(f"h{i}")
+
+    def _name(self, what: str) -> str:
+        return own_name(f"{self._number}{what}")
 
     def prefix(self, i: int) -> list[str]:
         return ["ip", "netns", "exec", self._host(i)]
@@ -54,13 +58,13 @@ class RelayHosts:
 
     def cut(self, i: int) -> None:
         """Nothing comes from there any more, and nobody is told: as when a host loses its power, or its cable."""
-        subprocess.run(["ip", "link", "set", f"{self.mark}o{i}", "down"], check=True)
+        subprocess.run(["ip", "link", "set", self._name(f"o{i}"), "down"], check=True)
 
     def mend(self, i: int) -> None:
-        subprocess.run(["ip", "link", "set", f"{self.mark}o{i}", "up"], check=True)
+        subprocess.run(["ip", "link", "set", self._name(f"o{i}"), "up"], check=True)
 
     def close(self) -> None:
         for i in range(self.count):
-            subprocess.run(["ip", "link", "delete", f"{self.mark}o{i}"], check=False, stderr=subprocess.DEVNULL)
+            subprocess.run(["ip", "link", "delete", self._name(f"o{i}")], check=False, stderr=subprocess.DEVNULL)
             subprocess.run(["ip", "netns", "delete", self._host(i)], check=False, stderr=subprocess.DEVNULL)
-        subprocess.run(["ip", "link", "delete", f"{self.mark}b"], check=False, stderr=subprocess.DEVNULL)
+        subprocess.run(["ip", "link", "delete", self._name("b")], check=False, stderr=subprocess.DEVNULL)

@@ -9,8 +9,10 @@ ratio     bytes sent / bytes of the version, in pieces of `--piece-mib`; a piece
 GB/s      bytes of the version / seconds of one thread to encode, and to apply
 hop       seconds of one transfer between two relays over a link shaped to `--mbit`, whole / as differences, checked
           both times; medians of `--repeats`. Needs root; without, or with `--mbit 0`, it is left out.
-A run with a checkpoint a step: laminar run examples/quickstart.toml --set trainer.checkpoint_every=1 --set
-trainer.keep_checkpoints=8 --set trainer.max_steps=8
+A run that keeps a checkpoint of each step, for --checkpoints runs/steps/checkpoints:
+
+    laminar run examples/quickstart.toml --set run.name=steps --set run.max_steps=8 \\
+      --set trainer.checkpoint_every=1 --set trainer.keep_checkpoints=8
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ from transformers import AutoModelForCausalLM
 
 from laminar.relay.delta import apply, encode
 from laminar.relay.tensors import copy_into, layout_of
+from laminar.workers.checkpoints import EXPORT, INFO
 from laminar.workers.models import resolve_model
 
+MAKING = (__doc__ or "").split("\n\n")[-1].strip()
+"""The command that makes checkpoints to measure."""
 SHARE = 0.5
 WARM_UP = 3
 """Steps before the first pair: the optimizer's first ones move every weight by the learning rate."""
@@ -62,14 +67,23 @@ def trained(model: str, rate: float, pairs: int) -> Iterator[bytearray]:
         optimizer.step()
 
 
-def checkpoints(folder: Path) -> Iterator[tuple[str, bytearray]]:
-    for step in sorted(folder.glob("step-*")):
-        tensors: dict[str, torch.Tensor] = {}
-        for file in sorted(step.rglob("*.safetensors")):
-            if "optimizer" not in file.name:
-                tensors |= load_file(file)
-        if tensors:
-            yield step.name, flat(tensors)
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete ones, oldest first. Raises SystemExit unless there are two, which is said with the remedy."""
+    found = sorted(path.parent for path in folder.glob(f"step-*/{INFO}"))
+    if len(found) < 2:
+        raise SystemExit(
+            f"{folder} has {len(found)} checkpoint{'' if len(found) == 1 else 's'}, a difference needs at least 2. "
+            f"A run that keeps one of each step, in runs/steps/checkpoints:\n\n    {MAKING}"
+        )
+    return found
+
+
+def exported(checkpoint: Path) -> bytearray:
+    """The weights as they were published."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted((checkpoint / EXPORT).glob("*.safetensors")):
+        tensors |= load_file(file)
+    return flat(tensors)
 
 
 def measure(label: str, base: bytearray, new: bytearray, arguments: argparse.Namespace) -> None:
@@ -143,10 +157,11 @@ def main() -> None:
     parser.add_argument("--mbit", type=float, default=160.0, help="rate of the link; 0: no link")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    steps = checkpoints(arguments.checkpoints) if arguments.checkpoints else []
     columns = ("MiB", "changed", "ratio", "encode", "apply", "whole s", "delta s", "time")
     print(f"{'versions':24} " + " ".join(f"{column:>8}" for column in columns))
-    if arguments.checkpoints:
-        for (before, base), (after, new) in itertools.pairwise(checkpoints(arguments.checkpoints)):
+    if steps:
+        for (before, base), (after, new) in itertools.pairwise((step.name, exported(step)) for step in steps):
             measure(f"{before[-5:]} -> {after[-5:]}", base, new, arguments)
         return
     for rate in arguments.rates:

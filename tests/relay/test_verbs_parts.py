@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from laminar.errors import ConfigError, WeightsError
-from laminar.relay.transport import selection, verbs, verbs_device
+from laminar.relay.transport import selection, verbs_device, verbs_talk
 from laminar.relay.transport.base import FabricFailed, LinkBroken
 from laminar.relay.transport.selection import open_transports
-from laminar.relay.transport.verbs import decode_queue, encode_queue
 from laminar.relay.transport.verbs_device import ETHERNET, REGION, Gid, NoRdma, Port, check_locked_memory, select
 from laminar.relay.transport.verbs_queue import QueueEnd, Target
+from laminar.relay.transport.verbs_words import decode_queue, encode_queue
 
 LINK_LOCAL = Gid(0, "fe80:0000:0000:0000:2890:adff:fee5:2f3e", 2)
 OLD_IPV4 = Gid(2, "0000:0000:0000:0000:0000:ffff:0a01:0005", 1)
@@ -126,12 +126,14 @@ def test_random_bytes_of_an_asker_are_refused() -> None:
 async def test_after_the_peers_last_word_what_is_missing_is_waited_for_a_while_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verbs, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(verbs_talk, "LAST_WORDS_S", 0.2)
 
     async def said() -> None:
         await asyncio.sleep(0.01)
 
-    assert await verbs.guarded(asyncio.create_task(said()), asyncio.sleep(0.05, "late"), "the peer is done") == "late"
+    assert (
+        await verbs_talk.guarded(asyncio.create_task(said()), asyncio.sleep(0.05, "late"), "the peer is done") == "late"
+    )
     async with asyncio.timeout(5.0):
         with pytest.raises(LinkBroken, match="the peer is done within"):
-            await verbs.guarded(asyncio.create_task(said()), asyncio.Event().wait(), "the peer is done")
+            await verbs_talk.guarded(asyncio.create_task(said()), asyncio.Event().wait(), "the peer is done")

@@ -38,7 +38,12 @@ class LinkBroken(WeightsError):
 
 
 class FabricFailed(LinkBroken):
-    """This transport does not get through to the peer, which lives: another one may."""
+    """This transport does not get through to the peer, which lives: another one may. `transient`: this one may too, if
+    it begins anew."""
+
+    def __init__(self, problem: str, *, transient: bool = False) -> None:
+        super().__init__(problem)
+        self.transient = transient
 
 
 class PeerRefused(WeightsError):

@@ -17,7 +17,8 @@ Of the transport `verbs`, where pieces are written by the device and not sent (s
 
     QUEUE    JSON: a queue pair's end; the asker's names its memory too     asker, then server
     CREDIT   count (4 bytes): so many more pieces may be written            asker
-    FAILED   JSON: reason; the device failed, this connection works         server
+    FAILED   JSON: reason, transient; a device failed, not this connection  both
+    FETCH    once FAILED has come: what is missing yet, by new queue pairs  asker
     DONE     nothing: no word follows before the next FIND                  asker too
 """
 

@@ -39,6 +39,8 @@ RNR_TIMER, RNR_RETRIES = 12, 3
 PROGRESS_S = 30.0
 """Seconds without a credit or a completion from a living peer after which a transfer is given up."""
 
+LASTING = ("RETRY_EXC_ERR", "REM_ACCESS_ERR", "LOC_PROT_ERR", "LOC_LEN_ERR")
+"""Errors that a new queue pair would meet again: RETRIES were made, or memory is not what the other takes it for."""
 MEANINGS = {
     "RETRY_EXC_ERR": "the peer's device does not acknowledge: it, its host or the network between is gone",
     "RNR_RETRY_EXC_ERR": "the peer had no receive posted",
@@ -204,7 +206,7 @@ class QueuePair:
             for _ in range(count):
                 self._pair.post_recv(request)
         except self._device.errors as e:
-            raise FabricFailed(f"{self._device.port} takes no receive: {e}") from e
+            raise FabricFailed(f"{self._device.port} takes no receive: {e}", transient=True) from e
 
     async def arrival(self) -> int:
         """Immediate data of the next write that came."""
@@ -263,7 +265,8 @@ class QueuePair:
         try:
             self._pair.post_send(request)
         except self._device.errors as e:
-            raise FabricFailed(f"{self._device.port} takes no write with {self._sends} outstanding: {e}") from e
+            problem = f"{self._device.port} takes no write with {self._sends} outstanding: {e}"
+            raise FabricFailed(problem, transient=True) from e
         self._sends += 1
 
     # -- completions --------------------------------------------------------------------------------------------
@@ -272,7 +275,9 @@ class QueuePair:
         if not completion.wr_id & 1:
             self._sends -= 1
         if completion.status != self._constants.IBV_WC_SUCCESS:
-            self.fail(FabricFailed(f"{self.peer} by {self._device.port}: {explained(self._constants, completion)}"))
+            name = error_name(self._constants, completion)
+            problem = f"{self.peer} by {self._device.port}: {explained(name, completion)}"
+            self.fail(FabricFailed(problem, transient=name not in LASTING))
         elif completion.wr_id & 1:
             self.arrived.append(int(completion.imm_data))
         self._changed.set()
@@ -301,11 +306,15 @@ class QueuePair:
             raise LinkBroken(f"{self.peer} {complaint} for {PROGRESS_S:.0f} s") from None
 
 
-def explained(constants: Any, completion: Any) -> str:
-    """An error completion in words."""
+def error_name(constants: Any, completion: Any) -> str:
+    """Of an error completion, without what all have in common."""
     names = [name for name in dir(constants) if name.startswith("IBV_WC_") and name.endswith("_ERR")]
     status = int(completion.status)
-    name = next((n.removeprefix("IBV_WC_") for n in names if int(getattr(constants, n)) == status), f"status {status}")
+    return next((n.removeprefix("IBV_WC_") for n in names if int(getattr(constants, n)) == status), f"status {status}")
+
+
+def explained(name: str, completion: Any) -> str:
+    """An error completion in words."""
     return f"{MEANINGS.get(name, 'the device reports an error')} ({name}, vendor's code {completion.vendor_err})"
 
 

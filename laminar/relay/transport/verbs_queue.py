@@ -31,9 +31,10 @@ SLICE = 4 << 20
 """Most bytes of one write: a larger one could not be taken back half-way."""
 COMPLETIONS = 8192
 POLLED = 32
-TIMEOUT, RETRIES = 14, 6
-"""A write that is not acknowledged within 4.1 us x 2^TIMEOUT is sent again, so often: 0.5 s in all. More than 6 retries
-mean for ever on soft-RoCE."""
+TIMEOUT, RETRIES = 16, 6
+"""A write that is not acknowledged within 4.1 us x 2^TIMEOUT, 0.27 s, is sent again, so often: 1.9 s in all, as long as
+a peer may be silent otherwise. On a loaded machine a device is late by some 0.1 s without having lost anything, and
+soft-RoCE takes some of what is sent a second time for invalid. More than 6 retries mean for ever there."""
 RNR_TIMER, RNR_RETRIES = 12, 3
 """Code of the wait (0.64 ms) when no receive is posted, and how often it is waited."""
 PROGRESS_S = 30.0

@@ -288,6 +288,10 @@ class RelayConfig(Section):
     1 to 64 MiB, from the length of the chain and the rate of its links. Weights have a million chunks at most."""
     retain: int = Field(2, ge=1)
     """Newest versions kept beside those that claims refer to."""
+    memory_share: float = Field(0.25, ge=0, lt=1)
+    """Share of the host's memory, or of its container's limit, up to which shared memory (all versions of all relays
+    there) grows to keep versions that claims refer to; a tenth of memory always stays free for others. One such version
+    fits in any case. 0: no more than that."""
     bind: str = "127.0.0.1"
     """Where relays listen for each other: an address, `0.0.0.0` for all, or a network such as `10.1.0.0/16` of which
     each host takes its own address. With the default no weights leave the host. LAMINAR_RELAY_BIND overrides it."""

@@ -22,7 +22,11 @@ from enum import Enum
 
 from laminar.errors import ConfigError, WeightsError
 from laminar.relay.mapping import HUGE_PAGE, SharedMapping
-from laminar.relay.memory import available_bytes
+from laminar.relay.memory import INCOMING, SPARE, available_bytes
+
+STEP = 256 << 20
+"""Bytes allocated between two looks at what is left: relays that allocate at the same time, and whoever else does,
+cannot together go further beyond than one of these each."""
 
 
 class ArenaState(Enum):
@@ -53,18 +57,15 @@ class Arena:
         self._mapping = mapping
 
     @classmethod
-    def create(cls, capacity: int) -> Arena:
-        """Allocate and touch `capacity` bytes, rounded up to whole huge pages where that is little (0.3-1 GB/s: call it
-        in a thread). Raises WeightsError without memory."""
-        if capacity >= HUGE_PAGE:
-            capacity = -(-capacity // HUGE_PAGE) * HUGE_PAGE
-        available = available_bytes()
-        # The kernel would hand out pages until it kills a process: nothing limits a memfd.
-        if capacity > available:
-            raise WeightsError(f"no memory for another arena of {capacity} bytes: {available} are available")
+    def create(cls, capacity: int, *, reserve: float = 0.0) -> Arena:
+        """Allocate and touch `arena_bytes(capacity)` bytes (0.3-1 GB/s: call it in a thread), while the share `reserve`
+        of the host's memory stays free. Raises WeightsError without memory."""
+        capacity = arena_bytes(capacity)
         raw = os.memfd_create("laminar-arena", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(raw, 0, capacity)
+            for start in range(0, capacity, STEP):
+                _check_room(capacity, capacity - start, reserve)
+                os.posix_fallocate(raw, start, min(STEP, capacity - start))
             fd = os.open(f"/proc/self/fd/{raw}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as e:
             raise WeightsError(f"cannot allocate an arena of {capacity} bytes: {e.strerror}; free memory") from e
@@ -117,16 +118,39 @@ class Arena:
             raise AssertionError(f"an arena cannot go from {self.state.value} to {state.value}")
         self.state = state
 
+    def let_go(self) -> None:
+        """Part with devices that know the memory, in their thread, so that `close` may be called in another."""
+        for part in self.before_close:
+            part()
+        self.before_close.clear()
+
     def close(self) -> None:
         """Give up this process's share; the memory is freed when the last holder elsewhere closes."""
-        for let_go in self.before_close:
-            let_go()
+        self.let_go()
         self._mapping.close()
         os.close(self.fd)
 
 
+def arena_bytes(nbytes: int) -> int:
+    """The size of an arena for `nbytes`: whole huge pages, where what is added is little."""
+    return -(-nbytes // HUGE_PAGE) * HUGE_PAGE if nbytes >= HUGE_PAGE else nbytes
+
+
+def _check_room(capacity: int, rest: int, reserve: float) -> None:
+    """Raises WeightsError unless `rest` bytes of an arena can still be had. The kernel would hand out pages until it
+    kills a process: nothing limits a memfd."""
+    available = available_bytes(reserve=reserve)
+    if rest > available:
+        kept = f" beside the {reserve:.0%} that stay free" if reserve else ""
+        raise WeightsError(
+            f"no memory for another arena of {capacity} bytes: it needs {rest} more, {max(0, available)} are available"
+            f"{kept}; free memory"
+        )
+
+
 class ArenaPool:
-    """At most `limit` arenas. Touched from one thread only, except `Arena.create`, which the owner runs in a thread."""
+    """At most `limit` arenas; more only until those that others still map come back. Touched from one thread only,
+    except `Arena.create` and the `close` of what is no longer in it, which the owner runs in a thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -158,6 +182,20 @@ class ArenaPool:
             arena.close()
             self.arenas.remove(arena)
         return len(self.arenas) + self.creating < self.limit
+
+    def surplus(self, minimum: int) -> list[Arena]:
+        """Free arenas that are not needed, no longer in the pool: those beyond the limit, and beyond `minimum` those
+        that nothing has come for. What stays free or incoming suffices for what comes in."""
+        self.reclaim()
+        free = [arena for arena in self.arenas if arena.state is ArenaState.FREE]
+        idle = len(free) + self.count(ArenaState.INCOMING) - INCOMING
+        unused = min(idle - SPARE, len(self.arenas) - minimum)
+        count = max(0, min(idle, max(unused, len(self.arenas) - self.limit)))
+        given_up = sorted(free, key=lambda a: a.capacity)[:count]
+        for arena in given_up:
+            arena.let_go()
+            self.arenas.remove(arena)
+        return given_up
 
     def release(self, arena: Arena) -> None:
         """The arena's content is no longer wanted here; others may still be reading (or writing) it."""

@@ -4,8 +4,8 @@
     begin   ──▶ incoming arena ──(checked pieces arrive)───▶ complete ────────────────▲
                                   └─ source: relays after this one read along
 
-`retain` newest versions are kept, then those that claims refer to, newest first, as far as arenas allow while two stay
-free for what comes in. The local server and the chain both fill arenas through these calls.
+`retain` newest versions are kept, then those that claims refer to, newest first, as far as memory allows while two
+arenas stay free for what comes in. The local server and the chain both fill arenas through these calls.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from laminar.errors import WeightsError
-from laminar.relay.arena import Arena, ArenaPool, ArenaState, check_leases
+from laminar.relay.arena import Arena, ArenaState, check_leases
 from laminar.relay.layout import Layout, checksums, version_digest
-from laminar.relay.memory import INCOMING, SPARE, check_memory
+from laminar.relay.memory import INCOMING, SPARE, check_memory, gib
+from laminar.relay.places import kept
 from laminar.relay.protocol import VersionInfo
 from laminar.relay.receiving import Arriving, Source
+from laminar.relay.supply import Supply
 from laminar.relay.transport.base import PullRequest, VersionHeader, VersionName
 
 log = logging.getLogger(__name__)
@@ -48,14 +50,32 @@ class Held:
 
 
 class Holdings:
+    """`spare` more versions than `retain` fit at least; `memory_share` of the host's memory may be filled with more (0:
+    none), while claims refer to them and enough stays free."""
+
     def __init__(
-        self, *, chunk_bytes: int, retain: int, spare: int = SPARE, weights_bytes: int = 0, threads: int = 1
+        self,
+        *,
+        chunk_bytes: int,
+        retain: int,
+        spare: int = SPARE,
+        memory_share: float = 0.0,
+        weights_bytes: int = 0,
+        threads: int = 1,
     ) -> None:
         self.chunk_bytes = chunk_bytes
         self.retain = retain
         self.spare = spare
         self.threads = threads
-        self.pool = ArenaPool(retain + INCOMING + spare)
+        self.supply = Supply(
+            minimum=retain + INCOMING + spare,
+            share=memory_share,
+            weights_bytes=weights_bytes,
+            spawn=self._spawn,
+            fewer=self._evict,
+            failed=self.record_error,
+        )
+        self.pool = self.supply.pool
         self.retained: frozenset[int] = frozenset()
         self.errors: deque[str] = deque(maxlen=16)
         self.refusals = 0
@@ -65,21 +85,20 @@ class Holdings:
         """Brings a version from another relay within some seconds; None where there is no chain."""
         self._held: dict[int, Held] = {}
         self._arriving: dict[VersionName, Arriving] = {}
-        self._weights_bytes = weights_bytes
         self._refusal_logged_at = -1.0
         self._changed = asyncio.Event()
-        self._growing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         """Check the kernel and memory; begin to touch the arenas. Raises ConfigError."""
         await asyncio.to_thread(check_leases)
-        if self._weights_bytes:
-            check_memory(self._weights_bytes, retain=self.retain, spare=self.spare)
-            self._spawn(self._top_up())
+        if self.supply.weights_bytes:
+            check_memory(self.supply.weights_bytes, retain=self.retain, spare=self.spare)
+        self.supply.start()
 
     async def stop(self) -> None:
         """Finish what is being checked or allocated, then let go of all memory; readers keep theirs."""
+        await self.supply.stop()
         while self._tasks:
             await asyncio.wait(self._tasks)
         for arriving in list(self._arriving.values()):
@@ -105,18 +124,7 @@ class Holdings:
 
     async def reserve(self, layout: Layout) -> Arena | None:
         """An arena for a version that comes in; None if both are in use or memory is short: skip the version."""
-        size = layout.total_bytes
-        self._weights_bytes = usual = max(self._weights_bytes, size)
-        while self.pool.count(ArenaState.INCOMING) < INCOMING:
-            arena = self.pool.take(size)
-            if arena is not None:
-                self._spawn(self._top_up())
-                return arena
-            if self._growing is None and not self.pool.may_create(usual):
-                break
-            if not await self._grow(usual):
-                break
-        return None
+        return await self.supply.take(layout.total_bytes)
 
     def release(self, arena: Arena) -> None:
         """Give back an arena that was reserved and will not be sealed."""
@@ -273,8 +281,7 @@ class Holdings:
         incoming = {id(arena) for arena in self.pool.arenas if arena.state is ArenaState.INCOMING}
         assert {id(arriving.arena) for arriving in self._arriving.values()} <= incoming
         assert {id(a) for a in serving} == {id(h.arena) for h in self._held.values()}
-        assert self.pool.count(ArenaState.INCOMING) <= INCOMING
-        assert len(self.pool.arenas) <= self.pool.limit
+        self.supply.validate()
         assert all(v == h.info.version and h.info.bytes <= h.arena.capacity for v, h in self._held.items())
 
     async def _seal(
@@ -311,7 +318,7 @@ class Holdings:
         log.info("holds version=%d digest=%s bytes=%d", held.info.version, held.info.digest[:12], held.info.bytes)
         self._evict(just_sealed=held.info.version)
         self._notify()
-        self._spawn(self._top_up())
+        self.supply.refill()
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -339,44 +346,13 @@ class Holdings:
         keep = kept(self._held, newest=self.retain, wanted=self.retained, first=just_sealed, room=room)
         for version in sorted(self._held.keys() - keep):
             if version in self.retained:
-                self.record_error(f"version {version} is claimed but let go: {room} versions fill this relay's memory")
+                size = gib(self._held[version].arena.capacity)
+                self.record_error(
+                    f"version {version} is claimed but let go: this relay has memory for {room} versions of {size} and "
+                    f"{INCOMING} incoming ones ({self.supply.places.why})"
+                )
             log.info("released version=%d", version)
             self.pool.release(self._held.pop(version).arena)
-
-    async def _top_up(self) -> None:
-        """Keep two arenas free or incoming, so that a publish finds touched memory."""
-        while True:
-            self.pool.reclaim()
-            size = self._weights_bytes
-            ready = sum(a.state is ArenaState.FREE and a.capacity >= size for a in self.pool.arenas)
-            if ready + self.pool.count(ArenaState.INCOMING) >= INCOMING:
-                return
-            if self._growing is None and not self.pool.may_create(size):
-                return
-            if not await self._grow(size):
-                return
-
-    async def _grow(self, size: int) -> bool:
-        """Allocate one arena, or wait for the one being allocated. False if that failed (recorded)."""
-        if self._growing is None:
-            self._growing = self._spawn(self._create(size))
-        growing = self._growing
-        try:
-            await asyncio.shield(growing)
-        except WeightsError:
-            return False
-        return True
-
-    async def _create(self, size: int) -> None:
-        self.pool.creating += 1
-        try:
-            self.pool.arenas.append(await asyncio.to_thread(Arena.create, size))
-        except WeightsError as e:
-            self.record_error(str(e))
-            raise
-        finally:
-            self.pool.creating -= 1
-            self._growing = None
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -390,12 +366,3 @@ class Holdings:
         if failure is not None and not isinstance(failure, WeightsError):
             self.record_error(f"internal error: {failure!r}")
             log.error("a relay task failed", exc_info=failure)
-
-
-def kept(versions: Iterable[int], *, newest: int, wanted: Collection[int], first: int | None, room: int) -> set[int]:
-    """Which of `versions` stay: the `newest` newest, then `first` (just sealed: its claims may be on their way), then
-    the wanted ones, newest first, up to `room` in all. Pure."""
-    ordered = sorted(versions, reverse=True)
-    result, rest = ordered[:newest], ordered[newest:]
-    extra = [v for v in rest if v == first] + [v for v in rest if v != first and v in wanted]
-    return set(result + extra[: max(0, room - len(result))])

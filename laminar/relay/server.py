@@ -53,7 +53,8 @@ class RelayServer:
     """Serves `holdings` at `socket_path` (mode 0600, in a folder that only this user can enter).
 
     `chunk_bytes` is one for all relays of a run: digests depend on it. `weights_bytes`, if known, lets memory be
-    checked and touched at start. `spare` more versions than `retain` fit, for claims and slow readers.
+    checked and touched at start. `spare` more versions than `retain` fit at least, for claims and slow readers, and
+    for claims as many as `memory_share` of the host's memory has room for.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RelayServer:
         retain: int = 2,
         run: str = "",
         spare: int = SPARE,
+        memory_share: float = 0.0,
         weights_bytes: int = 0,
         threads: int = 1,
     ) -> None:
@@ -71,7 +73,12 @@ class RelayServer:
         self.run = run
         self.boot = uuid.uuid4().hex
         self.holdings = Holdings(
-            chunk_bytes=chunk_bytes, retain=retain, spare=spare, weights_bytes=weights_bytes, threads=threads
+            chunk_bytes=chunk_bytes,
+            retain=retain,
+            spare=spare,
+            memory_share=memory_share,
+            weights_bytes=weights_bytes,
+            threads=threads,
         )
         self.endpoint = f"unix:{self.socket_path}"
         self.reservations: dict[str, Reservation] = {}

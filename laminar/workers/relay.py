@@ -102,7 +102,13 @@ def serve_weights(run: Run) -> RelayServer:
     path = socket_path(run.keys.run)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_stale(run.keys.run)
-    return RelayServer(path, chunk_bytes=config.chunk_mib << 20, retain=config.retain, run=run.keys.run)
+    return RelayServer(
+        path,
+        chunk_bytes=config.chunk_mib << 20,
+        retain=config.retain,
+        run=run.keys.run,
+        memory_share=config.memory_share,
+    )
 
 
 OpenTransports = Callable[[Run, str, Holdings], Awaitable[Sequence[Transport]]]

@@ -124,3 +124,36 @@ def test_memory_that_does_not_exist_is_refused_with_the_figures() -> None:
         memory.check_memory(available, retain=2, spare=1)
     with pytest.raises(WeightsError, match="no memory for another arena of"):
         Arena.create(1 << 60)
+
+
+def test_an_allocation_stops_when_others_take_the_memory_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two relays that allocate at once have both seen the same free memory."""
+    left = [4 * SIZE, 3 * SIZE, SIZE]
+    monkeypatch.setattr("laminar.relay.arena.STEP", SIZE)
+    monkeypatch.setattr("laminar.relay.arena.available_bytes", lambda *, reserve: left.pop(0) - int(reserve * SIZE))
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightsError, match=f"of {4 * SIZE} bytes: it needs {2 * SIZE} more, {SIZE} are available"):
+        Arena.create(4 * SIZE)
+    assert set(os.listdir("/proc/self/fd")) <= before, "what it had got is given back"
+    left[:] = [4 * SIZE]
+    with pytest.raises(WeightsError, match="beside the 10% that stay free"):
+        Arena.create(4 * SIZE, reserve=0.1)
+
+
+def test_free_arenas_that_nothing_comes_for_are_given_up_and_what_comes_in_keeps_two() -> None:
+    pool = ArenaPool(limit=10)
+    pool.arenas += [Arena.create(SIZE) for _ in range(8)]
+    taken = [pool.take(SIZE) for _ in range(2)]
+    for arena in taken:
+        assert arena is not None
+        arena.move(ArenaState.SERVING)
+    given_up = pool.surplus(4)
+    assert (len(given_up), len(pool.arenas)) == (3, 5), "one more than come in stays"
+    pool.limit = 4
+    given_up += pool.surplus(4)
+    assert len(pool.arenas) == 4 and pool.surplus(4) == []
+    pool.limit = 3
+    assert pool.surplus(3) == [], "two stay free for what comes in"
+    for arena in given_up:
+        arena.close()
+    pool.close()

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from laminar.errors import ConfigError, WeightsError
+from laminar.relay import arena as arenas_of
 from laminar.relay.arena import ArenaState
-from laminar.relay.holdings import Holdings, kept
+from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
+from laminar.relay.memory import Scope
 from laminar.relay.protocol import VersionInfo
 
 LAYOUT = Layout.from_tensors({"w": ("uint8", (1000,)), "x": ("uint8", (10,))})
@@ -60,6 +60,97 @@ async def test_more_claimed_versions_than_memory_has_room_for_are_named(holdings
         await publish(holdings, version, version)
     assert held(holdings) == [2, 3, 4], "two arenas stay for what comes in"
     assert any("version 1 is claimed but let go" in error for error in holdings.errors)
+
+
+PLENTY = Scope("this host", 100_000, 90_000, 0)
+SIZE = LAYOUT.total_bytes
+
+
+async def roomy(memory: list[Scope], monkeypatch: pytest.MonkeyPatch) -> Holdings:
+    """Holdings on a host of so little memory that arenas of a kilobyte matter; the test looks at it for them."""
+    monkeypatch.setattr("laminar.relay.memory.scopes", lambda: memory)
+    monkeypatch.setattr("laminar.relay.supply.LOOK_S", 3600.0)
+    holdings = Holdings(chunk_bytes=256, retain=2, spare=1, memory_share=0.5)
+    await holdings.start()
+    return holdings
+
+
+async def look(holdings: Holdings, memory: list[Scope]) -> None:
+    """Once no arena is being allocated."""
+    while (growing := holdings.supply._growing) is not None:
+        await asyncio.wait([growing])
+    holdings.supply.fit(memory)
+
+
+async def test_claimed_versions_are_kept_while_memory_has_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [PLENTY]
+    holdings = await roomy(memory, monkeypatch)
+    holdings.retain_versions(range(20))
+    for version in range(20):
+        await publish(holdings, version, version)
+        await look(holdings, memory)
+    assert held(holdings) == list(range(20)) and not holdings.errors
+    holdings.retain_versions(())
+    await look(holdings, memory)
+    holdings.validate()
+    assert held(holdings) == [18, 19], "and no longer than claims refer to them"
+    assert len(holdings.pool.arenas) == 5, "what they filled is given back, but for the fewest a relay needs"
+    await holdings.stop()
+
+
+async def test_claimed_versions_go_when_others_want_the_memory_and_the_next_version_still_comes_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = [PLENTY]
+    holdings = await roomy(memory, monkeypatch)
+    holdings.retain_versions(range(100))
+    for version in range(20):
+        await publish(holdings, version, version)
+        await look(holdings, memory)
+    mapped = sum(arena.capacity for arena in holdings.pool.arenas)
+    memory[0] = Scope("this host", 100_000, 5_000 - 4 * SIZE, mapped)
+    await look(holdings, memory)
+    holdings.validate()
+    assert len(held(holdings)) == mapped // SIZE - 4 - 2 and held(holdings)[-1] == 19
+    assert any("is claimed but let go: this relay has memory for" in error for error in holdings.errors)
+    assert all("give it more memory, relay.memory_share = 0.5" in error for error in holdings.errors)
+    memory[0] = Scope("this host", 100_000, 100, 99_000)
+    await look(holdings, memory)
+    monkeypatch.setattr(arenas_of, "available_bytes", lambda reserve=0.0: 0)
+    assert held(holdings) == [17, 18, 19] and len(holdings.pool.arenas) == 5
+    for version in range(20, 25):
+        await publish(holdings, version, version)
+    assert held(holdings) == [22, 23, 24]
+    await holdings.stop()
+
+
+async def test_memory_that_went_since_the_last_look_costs_a_claimed_version_and_not_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = [PLENTY]
+    holdings = await roomy(memory, monkeypatch)
+    holdings.retain_versions(range(100))
+    for version in range(6):
+        await publish(holdings, version, version)
+        await look(holdings, memory)
+    monkeypatch.setattr(arenas_of, "available_bytes", lambda reserve=0.0: 0)
+    for version in range(6, 12):
+        await publish(holdings, version, version)
+    assert held(holdings)[-1] == 11 and len(held(holdings)) <= 8
+    assert any("no memory for another arena" in error for error in holdings.errors)
+    assert any("is claimed but let go" in error and "no arena can be added" in error for error in holdings.errors)
+    await holdings.stop()
+
+
+async def test_without_a_share_of_memory_the_fewest_places_are_kept_and_the_setting_is_named(
+    holdings: Holdings,
+) -> None:
+    holdings.retain_versions(range(10))
+    for version in range(5):
+        await publish(holdings, version, version)
+    await look(holdings, [PLENTY])
+    assert len(held(holdings)) == 3
+    assert all("relay.memory_share is 0; raise it" in error for error in holdings.errors) and holdings.errors
 
 
 async def test_the_same_bytes_again_are_welcome_and_others_are_not(holdings: Holdings) -> None:
@@ -168,15 +259,3 @@ async def test_known_weights_are_touched_before_the_first_publish() -> None:
         holdings.release(arena)
     await holdings.stop()
 
-
-@given(st.sets(st.integers(0, 20)), st.integers(1, 4), st.sets(st.integers(0, 20)), st.integers(4, 8))
-def test_retention_keeps_the_newest_always_and_never_more_than_fit(
-    versions: set[int], newest: int, wanted: set[int], room: int
-) -> None:
-    first = min(versions, default=None)
-    keep = kept(versions, newest=newest, wanted=wanted, first=first, room=room)
-    top = set(sorted(versions)[-newest:])
-    assert top <= keep <= versions and len(keep) <= room
-    assert keep <= top | wanted | {first}
-    left_out = (versions & wanted) - keep
-    assert not left_out or len(keep) == room

@@ -164,6 +164,27 @@ class RelayHop(Record):
     repairs: list[str] = []
 
 
+class RelayTrouble(Record):
+    """A neighbour at which a relay's last try failed: `since` the first failure in a row, `at` the last one (UTC
+    microseconds), and the `reason` of that."""
+
+    relay: str
+    reason: str
+    since: int
+    at: int
+
+
+class RelayStall(Record):
+    """A published version that does not come to a relay: nothing has since `since` (UTC microseconds), and what that
+    `waits` for. `reason`: the last failure in that time, `at` then; empty: there was none."""
+
+    version: int
+    since: int
+    waits: str
+    reason: str = ""
+    at: int = 0
+
+
 class RelayLoad(Record):
     """What a relay reports of itself (`load/relay/<id>`). `held`: digest by version; `arriving`: what it receives."""
 
@@ -178,6 +199,10 @@ class RelayLoad(Record):
     """Connections of strangers, or that broke the protocol."""
     errors: list[str] = []
     """The last ones, shortened."""
+    stall: RelayStall | None = None
+    """Why the newest version does not come; none while it is here or comes."""
+    troubles: list[RelayTrouble] = []
+    """The neighbours that cannot be reached or give nothing, the one that was tried last first; not all of many."""
 
 
 class TrainerProgress(Record):

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 from laminar.errors import WeightsError
 from laminar.relay.chain import Candidate, candidates, led_by
+from laminar.relay.hindrance import Hindrances
 from laminar.relay.holdings import Holdings
+from laminar.relay.pull import Phase
 from laminar.relay.transfer import Hop, Links, Transfer, Tuning
 from laminar.relay.transport.base import Transport, VersionName
 from laminar.relay.transport.tcp import split_endpoint
@@ -65,6 +67,7 @@ class Follower:
         self.view = ChainView()
         self.hops: deque[Hop] = deque(maxlen=16)
         self.repairs = 0
+        self.hindrances = Hindrances()
         self._holdings = holdings
         self._transports = transports
         self._wanted: list[VersionName] = []
@@ -78,6 +81,7 @@ class Follower:
 
     def see(self, view: ChainView) -> None:
         self.view = view
+        self.hindrances.see(view.order)
         for transfer in self._running:
             transfer.see(*self._whom_to_ask())
         self._changed.set()
@@ -98,6 +102,21 @@ class Follower:
         """The transfer of a published version that is under way."""
         return self._following
 
+    def waits_for(self) -> str:
+        """What the pull of a published version waits for, in words."""
+        pull = self._following.pull if self._following else None
+        if pull is None or pull.ended:
+            return "it is asked for again soon"
+        if pull.phase is Phase.SEEKING:
+            known, _ = self._whom_to_ask()
+            if not known:
+                return "no relay is in the chain that it could be asked of"
+            asked = f"those in the chain are asked in turn, {len(known)} in all"
+            return "nobody gives it" if pull.all_refused else asked
+        if pull.phase is Phase.RESERVING:
+            return "an arena is made free for it"
+        return f"{pull.peer} lives and has given nothing yet"
+
     # -- what is done -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -105,6 +124,7 @@ class Follower:
         while True:
             self._changed.clear()
             acceptable = self._acceptable()
+            self._note(acceptable)
             if not acceptable:
                 await self._changed.wait()
                 continue
@@ -122,7 +142,7 @@ class Follower:
                         # Another reader of this host asked for it, or it was published: one transfer serves all.
                         await ended.wait()
                         continue
-                    transfer = Transfer(self._holdings, self._transports, (name,), self.tuning)
+                    transfer = Transfer(self._holdings, self._transports, (name,), self.tuning, self.hindrances)
                     try:
                         await self._run(transfer)
                     finally:
@@ -143,7 +163,7 @@ class Follower:
         return next((ended for t, ended in self._running.items() if t.pull.acceptable == (name,)), None)
 
     async def _follow(self, acceptable: tuple[VersionName, ...]) -> Hop | None:
-        transfer = Transfer(self._holdings, self._transports, acceptable, self.tuning)
+        transfer = Transfer(self._holdings, self._transports, acceptable, self.tuning, self.hindrances)
         self._following = transfer
         work = asyncio.create_task(self._run(transfer))
         try:
@@ -162,9 +182,10 @@ class Follower:
     def _reconsider(self, transfer: Transfer) -> None:
         """What was published, or came by another way, while a transfer was under way."""
         pull = transfer.pull
+        acceptable = self._acceptable()
+        self._note(acceptable)
         if pull.ended:
             return
-        acceptable = self._acceptable()
         if not acceptable:
             transfer.abandon("it is here already")
         elif pull.header is None:
@@ -185,7 +206,16 @@ class Follower:
             self.repairs += len(transfer.pull.repairs)
         if hop is not None:
             self.hops.append(hop)
+        elif transfer is self._following:
+            self.hindrances.gave_up(transfer.pull.reason, self._now())
         return hop
+
+    def _note(self, acceptable: tuple[VersionName, ...]) -> None:
+        newest, wanted = self._holdings.newest, acceptable[0].version if acceptable else None
+        self.hindrances.wants(wanted, self._now(), newest_here=newest.version if newest else -1)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _pause(self) -> None:
         """A pull that was given up is begun again when something changes, or after a while."""

@@ -22,6 +22,7 @@ from laminar.errors import WeightsError
 from laminar.relay.arena import Arena
 from laminar.relay.chain import Candidate
 from laminar.relay.chunks import ChunkSet, Piece, best_grain
+from laminar.relay.hindrance import Hindrances
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import VersionInfo
@@ -113,8 +114,10 @@ class Transfer:
         transports: Mapping[str, Transport],
         acceptable: tuple[VersionName, ...],
         tuning: Tuning,
+        hindrances: Hindrances,
     ) -> None:
         self.pull = Pull(acceptable)
+        self._hindrances = hindrances
         self._holdings = holdings
         self._transports = transports
         self._tuning = tuning
@@ -239,7 +242,11 @@ class Transfer:
         self._timer = None if moment is None else loop.call_at(moment, self._tick)
 
     def _tick(self) -> None:
-        self._do(self.pull.tick(self._now()))
+        peer, now = self.pull.peer, self._now()
+        effects = self.pull.tick(now)
+        if peer and self.pull.peer != peer:
+            self._tell(peer, self.pull.reasons()[peer], receiving=False, reached=True)
+        self._do(effects)
 
     def _start(self, relay: str, work: Callable[[], Awaitable[None]]) -> None:
         self._peers[relay] = _Peer(asyncio.create_task(self._guarded(relay, work)))
@@ -279,10 +286,20 @@ class Transfer:
             # What came was wrong. Should a difference be at fault, the rest comes whole.
             self._drop_base()
         receiving = self.pull.peer == relay
-        log.log(logging.WARNING if receiving else logging.DEBUG, "relay %s: %s", relay, reason)
+        self._tell(relay, reason, receiving=receiving, reached=relay not in self.pull.tried)
         if receiving and self.pull.header is not None:
             self._holdings.record_error(f"version {self.pull.header.name}: {reason}")
         self._do(self.pull.failed(relay, reason, self._now()))
+
+    def _tell(self, relay: str, reason: str, *, receiving: bool, reached: bool) -> None:
+        """What came from it is lost: told each time. Else once for each kind of reason, since it is asked again."""
+        first = self._hindrances.failed(relay, reason, self._now(), reached=reached)
+        if receiving:
+            log.warning("relay %s: %s", relay, reason)
+        elif first and not reached:
+            log.warning("relay %s cannot be reached, it is tried again: %s", relay, reason)
+        else:
+            log.log(logging.INFO if first else logging.DEBUG, "relay %s gives nothing: %s", relay, reason)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -291,10 +308,13 @@ class Transfer:
         peer = self._peers[relay]
         peer.held_only = ask.held_only
         link = await self._connect(relay, peer)
+        if (away := self._hindrances.reached(relay, self._now())) is not None:
+            log.info("relay %s is reached again, after %.1f s", relay, away)
         self._do(self.pull.joined(relay, self._now()))
         if self.pull.peer != relay:
             return
         header = await self._find(link, ask.acceptable, held_only=ask.held_only)
+        self._hindrances.gave(relay)
         self._do(self.pull.answered(relay, header, self._now()))
 
     async def _connect(self, relay: str, peer: _Peer) -> Link:
@@ -413,6 +433,7 @@ class Transfer:
 
     def _arrived(self, relay: str, arriving: Arriving, piece: Piece) -> None:
         self._first_at = self._first_at or self._now()
+        self._hindrances.progress(arriving.header.name.version, self._now())
         if not self.pull.ended:
             arriving.add(piece)
         self._do(self.pull.arrived(relay, piece, self._now()))

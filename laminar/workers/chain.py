@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from laminar.buffer.coordination import Coordination, KeyValue, Put, Transaction, absent
 from laminar.buffer.keys import Keys
-from laminar.buffer.records import ChainRecord, RelayHop, RelayLoad, WeightsHead, WorkerRecord
+from laminar.buffer.records import ChainRecord, RelayHop, RelayLoad, RelayStall, RelayTrouble, WeightsHead, WorkerRecord
 from laminar.clock import Clock
 from laminar.config import RelayConfig
 from laminar.errors import ConfigError, CoordinationUnavailable, StoreError
@@ -40,7 +40,7 @@ OFFER_S = 2.0
 """Seconds that a version held under a digest that nobody published has: it is sealed before it is offered."""
 MAX_HEARD = 64
 """Versions of which it is known when they were heard of: the newest ones."""
-SHOWN_ERRORS, SHOWN_CHARACTERS = 3, 300
+SHOWN_ERRORS, SHOWN_TROUBLES, SHOWN_CHARACTERS = 3, 4, 300
 
 
 async def run_secret(coordination: Coordination, keys: Keys, machine: Machine) -> bytes:
@@ -191,7 +191,33 @@ class ChainMember:
             repairs=follower.repairs,
             refusals=holdings.refusals,
             errors=[error[:SHOWN_CHARACTERS] for error in list(holdings.errors)[-SHOWN_ERRORS:]],
+            stall=self._stall(),
+            troubles=[
+                RelayTrouble(
+                    relay=trouble.relay,
+                    reason=trouble.reason[:SHOWN_CHARACTERS],
+                    since=self._utc(trouble.since),
+                    at=self._utc(trouble.at),
+                )
+                for trouble in follower.hindrances.troubles()[:SHOWN_TROUBLES]
+            ],
         )
+
+    def _stall(self) -> RelayStall | None:
+        stall = self.follower.hindrances.stall(self.clock.monotonic())
+        if stall is None:
+            return None
+        return RelayStall(
+            version=stall.version,
+            since=self._utc(stall.since),
+            waits=self.follower.waits_for(),
+            reason=stall.reason[:SHOWN_CHARACTERS],
+            at=self._utc(stall.at) if stall.reason else 0,
+        )
+
+    def _utc(self, moment: float) -> int:
+        """A moment of the monotonic clock in UTC microseconds; in tenths of a second, or each report would differ."""
+        return round(self.clock.now_us() / 1e5 + (moment - self.clock.monotonic()) * 10) * 100_000
 
     def _last_hop(self) -> RelayHop | None:
         if not self.follower.hops:

@@ -323,3 +323,62 @@ async def test_whoever_dies_whenever_the_rest_has_the_right_bytes(chain: Chain, 
         chain.announce(name)
         await chain.until_all_hold(name)
         sound(chain, name, source)
+
+
+def told(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+@pytest.mark.parametrize("how", ["refused", "silent"])
+async def test_a_neighbour_that_cannot_be_reached_is_shown_while_a_pull_fails_and_told_once(
+    chain: Chain, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("laminar.relay.hindrance.STALLED_S", 0.5)
+    nodes = await of(chain, 2)
+    right = chain.endpoints["r0"]
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        if how == "silent":
+            nobody.listen()
+        chain.endpoints["r0"] = f"127.0.0.1:{nobody.getsockname()[1]}"
+        chain.plan(nodes[0])
+        name = await nodes[0].publish(1)
+        chain.announce(name)
+        hindrances = nodes[1].follower.hindrances
+
+        def stalled() -> bool:
+            stall = hindrances.stall(asyncio.get_running_loop().time())
+            return stall is not None and stall.reason.startswith("r0: ")
+
+        await chain.until(stalled, "a stall with a reason")
+        await chain.until(lambda: any(t.at > t.since for t in hindrances.troubles()), "a second try")
+    (trouble,) = hindrances.troubles()
+    assert trouble.relay == "r0" and not trouble.reached
+    assert nodes[1].follower.waits_for() in ("nobody gives it", "those in the chain are asked in turn, 1 in all")
+    assert len(told(caplog, "relay r0 cannot be reached")) == 1
+    chain.endpoints["r0"] = right
+    chain.plan(nodes[0])
+    await chain.until_all_hold(name)
+    assert hindrances.troubles() == [] and len(told(caplog, "relay r0 is reached again, after")) == 1
+    await chain.until(lambda: hindrances.stall(float("inf")) is None, "nothing is wanted any more")
+
+
+async def test_a_version_that_nobody_gives_names_who_refused(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("laminar.relay.hindrance.STALLED_S", 0.1)
+    nodes = await of(chain, 2)
+    await nodes[0].publish(5)
+    chain.plan(nodes[0])
+    chain.announce(VersionName(4, "d" * 64))
+    hindrances = nodes[1].follower.hindrances
+    await chain.until(lambda: bool(hindrances.troubles()), "a refusal")
+    (trouble,) = hindrances.troubles()
+    assert trouble.reached and "is not here" in trouble.reason
+    await chain.until(lambda: hindrances.stall(asyncio.get_running_loop().time()) is not None, "a stall")
+
+
+async def test_a_relay_alone_in_the_chain_says_that_there_is_nobody_to_ask(chain: Chain) -> None:
+    nodes = await of(chain, 1)
+    chain.announce(VersionName(4, "d" * 64))
+    await chain.until(lambda: nodes[0].follower.receiving is not None, "a pull")
+    assert nodes[0].follower.waits_for() == "no relay is in the chain that it could be asked of"

@@ -21,7 +21,16 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.manifest import Fingerprints, RunFile
 from laminar.buffer.memory import Faults, MemoryCoordination, MemoryEtcd
-from laminar.buffer.records import ChainRecord, RelayLoad, RunManifest, WeightsHead, WorkerRecord
+from laminar.buffer.records import (
+    ChainRecord,
+    RelayHop,
+    RelayLoad,
+    RelayStall,
+    RelayTrouble,
+    RunManifest,
+    WeightsHead,
+    WorkerRecord,
+)
 from laminar.buffer.schema import FORMAT_VERSION
 from laminar.buffer.session import Election
 from laminar.buffer.storage import MemoryStorage
@@ -47,7 +56,7 @@ from laminar.workers.managing.chain_planning import elected, planned
 from laminar.workers.mirror import Mirror
 from laminar.workers.relay import relay_main, remove_stale, serve_weights, socket_path
 from laminar.workers.training.publishing import Publisher
-from laminar.workers.viewing.relay_status import ChainStatus, read_chain, render_chain
+from laminar.workers.viewing.relay_status import ChainStatus, RelayView, read_chain, render_chain
 from laminar.workers.weights import find_weights
 
 KEYS = Keys("run")
@@ -308,6 +317,86 @@ async def test_a_relay_forgets_when_it_heard_of_old_versions(follows: ChainMembe
     for version in range(3 * MAX_HEARD):
         follows._hear(version)
     assert sorted(follows._heard) == list(range(2 * MAX_HEARD, 3 * MAX_HEARD))
+
+
+async def test_a_relay_reports_since_when_and_why_a_version_does_not_come(follows: ChainMember) -> None:
+    clock, hindrances = follows.clock, follows.follower.hindrances
+    assert isinstance(clock, HandClock)
+    assert follows.load().stall is None
+    hindrances.wants(4, 0.0)
+    hindrances.failed("r1", "Connection refused", 10.0, reached=False)
+    clock.now, before = 60.0, clock.now_us()
+    load = follows.load()
+    after = clock.now_us()
+    (trouble,) = load.troubles
+    assert (trouble.relay, trouble.reason, trouble.since) == ("r1", "Connection refused", trouble.at)
+    assert load.stall is not None and (load.stall.version, load.stall.reason) == (4, "r1: Connection refused")
+    assert load.stall.waits == "it is asked for again soon" and load.stall.at == trouble.at
+    assert before - 60.1e6 <= load.stall.since <= after - 59.9e6 and before - 50.1e6 <= trouble.at <= after - 49.9e6
+    hindrances.progress(4, 60.0)
+    hindrances.reached("r1", 60.0)
+    assert follows.load() == follows.load().model_copy(update={"stall": None, "troubles": []})
+
+
+def hop(version: int) -> RelayHop:
+    return RelayHop(
+        version=version, peers=["relay-h0-1-aaaaaa"], bytes=4_000_000, received=2_000_000, seconds=0.5, lag_s=0.75,
+        piece_bytes=1 << 20,
+    )  # fmt: skip
+
+
+def shown(now_us: int, head: WeightsHead, *loads: RelayLoad) -> list[str]:
+    records = [
+        WorkerRecord(kind="relay", id=f"relay-h{i}-1-{c * 6}", host=f"h{i}", pid=1, started_at_us=0)
+        for i, c in enumerate("abcdef"[: len(loads)])
+    ]
+    views = tuple(RelayView(record, load) for record, load in zip(records, loads, strict=True))
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(render_chain(ChainStatus("run", 3, head, views, now_us)))
+    return console.export_text().splitlines()
+
+
+def test_the_master_shows_no_hop_old_values_name_their_version_and_what_is_stuck_says_why() -> None:
+    head = WeightsHead(version=9, digest="d", layout_digest="", bytes=1, master="relay-h0-1-aaaaaa")
+    now = 1_000_000_000
+    stall = RelayStall(
+        version=9, since=now - 62_000_000, waits="nobody gives it", reason="x: refused", at=now - 3_000_000
+    )
+    trouble = RelayTrouble(
+        relay="relay-h0-1-aaaaaa", reason="refused", since=now - 60_000_000, at=now - 3_000_000
+    )
+    lines = shown(
+        now, head,
+        RelayLoad(epoch=3, held={9: "d"}, hop=hop(8)),
+        RelayLoad(epoch=3, held={9: "d"}, hop=hop(9)),
+        RelayLoad(epoch=3, held={8: "c"}, hop=hop(8), stall=stall, troubles=[trouble]),
+    )  # fmt: skip
+    master, second, third = lines[3:6]
+    assert "(master)" in master and "0.75" not in master and " 8 " not in master and master.count("–") == 5
+    assert " 8 " in second and "0.75" in second and "(of" not in second
+    assert "0.75 (of 8)" in third
+    assert any(
+        "version 9 does not come, nothing did for 1:02: nobody gives it; last error 0:03 ago: x: refused" in line
+        for line in lines[6:]
+    )
+    assert any("fails for 1:00, last 0:03 ago: refused" in line for line in lines[6:])
+
+
+async def test_a_broadcast_that_is_stuck_does_not_show_how_fast_the_one_before_it_was(
+    cluster: Cluster, publisher: Publisher
+) -> None:
+    async def report(relay: str, load: RelayLoad) -> None:
+        await cluster.coordination.put(KEYS.load("relay", relay), load.dump())
+
+    assert await publisher.spread() == {}
+    await report("a", RelayLoad(epoch=1, held={8: "c"}))
+    await report("b", RelayLoad(epoch=1, held={8: "c"}, hop=hop(8)))
+    assert (await publisher.spread())["broadcast_s"] == 0.75
+    stall = RelayStall(version=9, since=SystemClock().now_us() - 100_000_000, waits="nobody gives it")
+    await report("b", RelayLoad(epoch=1, held={8: "c"}, hop=hop(8), stall=stall))
+    assert 100 <= (await publisher.spread())["broadcast_s"] < 1000  # type: ignore[operator]
+    await report("b", RelayLoad(epoch=1, held={}, stall=stall))
+    assert 100 <= (await publisher.spread())["broadcast_s"] < 1000  # type: ignore[operator]
 
 
 def test_sockets_of_relays_that_were_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

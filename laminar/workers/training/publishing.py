@@ -165,17 +165,21 @@ class Publisher:
 
     async def spread(self) -> dict[str, float | None]:
         """How the newest version that any other relay has got spread, for the metrics: `broadcast_s` until the last of
-        those had it, `hop_bytes_s` of the slowest hop, `delta_ratio` of bytes sent to bytes of the version. Empty
-        without other relays."""
-        loads = (await self.coordination.range(self.keys.load("relay", ""))).items
-        hops = [hop for kv in loads if (hop := RelayLoad.parse(kv.value).hop) is not None]
+        those had it, or for which a relay has now waited in vain, if that is longer: a broadcast that is stuck must
+        not look like the one before it. `hop_bytes_s` of the slowest hop, `delta_ratio` of bytes sent to bytes of the
+        version. Empty without other relays."""
+        found = (await self.coordination.range(self.keys.load("relay", ""))).items
+        loads = [RelayLoad.parse(kv.value) for kv in found]
+        waited = [max(0, self.clock.now_us() - load.stall.since) / 1e6 for load in loads if load.stall is not None]
+        hops = [load.hop for load in loads if load.hop is not None]
         newest = max((hop.version for hop in hops), default=-1)
         last = [hop for hop in hops if hop.version == newest]
         if not last:
-            return {}
+            return {"broadcast_s": max(waited)} if waited and len(loads) > 1 else {}
         slowest = min(hop.bytes / max(hop.seconds, 1e-9) for hop in last)
         ratio = sum(hop.received for hop in last) / sum(hop.bytes for hop in last)
-        return {"broadcast_s": max(hop.lag_s for hop in last), "hop_bytes_s": slowest, "delta_ratio": ratio}
+        longest = max([*(hop.lag_s for hop in last), *waited])
+        return {"broadcast_s": longest, "hop_bytes_s": slowest, "delta_ratio": ratio}
 
     async def _put_head(self, head: WeightsHead, seen: KeyValue | None) -> bool:
         expected = unchanged(seen) if seen else absent(self.keys.weights)

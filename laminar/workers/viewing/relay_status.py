@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,10 +13,10 @@ from rich.text import Text
 
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.keys import Keys
-from laminar.buffer.records import ChainRecord, RelayLoad, WeightsHead, WorkerRecord
+from laminar.buffer.records import ChainRecord, RelayHop, RelayLoad, WeightsHead, WorkerRecord
 from laminar.errors import CoordinationError
 from laminar.relay.chain import led_by
-from laminar.workers.viewing.display import short
+from laminar.workers.viewing.display import duration, short
 from laminar.workers.viewing.inspect import StoreView
 from laminar.workers.viewing.status import ask_etcd, ways_to_etcd
 
@@ -30,12 +31,13 @@ class RelayView:
 
 @dataclass(frozen=True)
 class ChainStatus:
-    """`relays` in the order in which the newest version passes through them."""
+    """`relays` in the order in which the newest version passes through them; as seen at `now_us` (UTC microseconds)."""
 
     run: str
     epoch: int
     head: WeightsHead | None
     relays: tuple[RelayView, ...]
+    now_us: int
 
 
 def chain_status(store: StoreView, endpoints: list[str]) -> ChainStatus:
@@ -58,7 +60,8 @@ async def read_chain(coordination: Coordination, keys: Keys) -> ChainStatus:
     order = led_by(chain.order, head.master if head else "")
     place = {relay: i for i, relay in enumerate(order)}
     records.sort(key=lambda record: (place.get(record.id, len(place)), record.id))
-    return ChainStatus(keys.run, chain.epoch, head, tuple(RelayView(r, loads.get(r.id)) for r in records))
+    views = tuple(RelayView(record, loads.get(record.id)) for record in records)
+    return ChainStatus(keys.run, chain.epoch, head, views, time.time_ns() // 1000)
 
 
 def render_chain(status: ChainStatus) -> RenderableType:
@@ -73,8 +76,24 @@ def render_chain(status: ChainStatus) -> RenderableType:
         if view.load is None:
             continue
         told = [*(view.load.hop.repairs if view.load.hop else []), *view.load.errors]
-        parts += [Text(f"{short(view.record.id)}: {line}", style="yellow") for line in told]
+        name = short(view.record.id)
+        parts += [Text(f"{name}: {line}", style="red") for line in _hindrances(view.load, status.now_us)]
+        parts += [Text(f"{name}: {line}", style="yellow") for line in told]
     return Group(*parts)
+
+
+def _hindrances(load: RelayLoad, now_us: int) -> list[str]:
+    """What keeps the newest version from coming, and which neighbours fail: since when, and for what reason."""
+
+    def age(moment_us: int) -> str:
+        return duration(max(0, now_us - moment_us) / 1e6)
+
+    lines = []
+    if (stall := load.stall) is not None:
+        last = f"; last error {age(stall.at)} ago: {stall.reason}" if stall.reason else ""
+        lines.append(f"version {stall.version} does not come, nothing did for {age(stall.since)}: {stall.waits}{last}")
+    lines += [f"{short(t.relay)} fails for {age(t.since)}, last {age(t.at)} ago: {t.reason}" for t in load.troubles]
+    return lines
 
 
 def _table(status: ChainStatus) -> Table:
@@ -89,19 +108,26 @@ def _table(status: ChainStatus) -> Table:
     return table
 
 
-def _cells(view: RelayView, head: WeightsHead | None) -> Sequence[str]:
+def _cells(view: RelayView, head: WeightsHead | None) -> Sequence[RenderableType]:
     name = short(view.record.id)
-    if head is not None and view.record.id == head.master:
+    leads = head is not None and view.record.id == head.master
+    if leads:
         name += " (master)"
     load = view.load
     if load is None:
         return (name, view.record.host, "not reported yet", "", "", "", "", "", "", "")
     held = " ".join(str(version) for version in sorted(load.held)) or "nothing"
-    hop = load.hop
-    if hop is None:
-        last = ("–", "–", "–", "–")
-    else:
-        source = short(hop.peers[-1]) if hop.peers else "–"
-        rate, sent = hop.bytes / max(hop.seconds, 1e-9) / 1e6, hop.received / hop.bytes
-        last = (source, f"{rate:.0f}", f"{sent:.0%}", f"{hop.lag_s:.2f}")
+    last = _last_hop(None if leads else load.hop, head)
     return (name, view.record.host, held, load.arriving or "–", *last, str(load.repairs), str(load.refusals))
+
+
+def _last_hop(hop: RelayHop | None, head: WeightsHead | None) -> Sequence[Text]:
+    """From whom, MB/s, bytes sent, lag; faint and with its version if that is not the newest. The master has none: the
+    trainer publishes there, and what it once received as another one's neighbour says nothing of now."""
+    if hop is None:
+        return [Text("–")] * 4
+    source = short(hop.peers[-1]) if hop.peers else "–"
+    rate, sent = hop.bytes / max(hop.seconds, 1e-9) / 1e6, hop.received / hop.bytes
+    old = head is not None and hop.version < head.version
+    cells = (source, f"{rate:.0f}", f"{sent:.0%}", f"{hop.lag_s:.2f}" + (f" (of {hop.version})" if old else ""))
+    return [Text(cell, style="dim" if old else "") for cell in cells]

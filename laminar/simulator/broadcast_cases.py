@@ -57,13 +57,21 @@ class Case:
 @dataclass(frozen=True)
 class Report:
     """`problems`: empty if every relay that lives has the right bytes. `repairs`: with the relay that went round
-    another. `broadcast_s`: virtual seconds from the announcement until all had the version."""
+    another. `broadcast_s`: virtual seconds from the announcement until all had the version. `away`: relays that were
+    stopped or cut off themselves."""
 
     case: Case
     problems: list[str]
     repairs: list[tuple[str, Repair]]
     broadcast_s: float
     story: list[str] = field(repr=False)
+    away: frozenset[str]
+
+    @property
+    def gone_round(self) -> list[Repair]:
+        """The repairs by relays that could reach the others all the time. For one that was away itself the seconds
+        until its next chunk are those until it was back: nobody could have repaired that."""
+        return [repair for relay, repair in self.repairs if relay not in self.away]
 
 
 def cases(seed: int) -> Iterator[Case]:

@@ -126,6 +126,8 @@ class Chain:
         self.announced_at = 0.0
         self.sealing = False
         self.story: list[str] = []
+        self.away: set[str] = set()
+        """Relays that were stopped or cut off themselves, for a while."""
 
     def say(self, text: str) -> None:
         self.story.append(f"{self.loop.now:8.3f} {text}")
@@ -307,6 +309,7 @@ class Chain:
     def _away(self, relay: Relay, seconds: float) -> None:
         """Longer than its lease: it leaves the chain, and joins again. The same process may, as here nothing is claimed
         under its name."""
+        self.away.add(relay.name)
         if seconds > LEASE_S:
             relay.gone_at = self.loop.now + LEASE_S
             self._later(seconds + 0.2, lambda: setattr(relay, "gone_at", None))
@@ -378,4 +381,4 @@ async def _run(case: Case, loop: SimulationLoop) -> Report:
         relay.process.kill()
     chain.trainer.kill()
     took = loop.now - settled - chain.announced_at
-    return Report(case, problems, repairs, took, chain.story)
+    return Report(case, problems, repairs, took, chain.story, frozenset(chain.away))

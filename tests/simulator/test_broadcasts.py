@@ -54,6 +54,20 @@ def test_devices_that_fail_are_gone_round_by_sockets() -> None:
     assert any("does not acknowledge" in repair.reason for _, repair in report.repairs)
 
 
+def test_the_wait_of_a_relay_that_is_cut_off_itself_is_no_repair() -> None:
+    reports = [broadcast(Case(Who.MIDDLE, When.MIDWAY, How.CUT_OFF, "tcp", 1, seed)) for seed in range(3)]
+    for report in reports:
+        sound(report)
+        (victim,) = report.away
+        own = [repair for relay, repair in report.repairs if relay == victim]
+        assert len(report.gone_round) + len(own) == len(report.repairs)
+        assert all(repair.seconds < 1.0 for repair in report.gone_round)
+    assert any(report.gone_round for report in reports)
+    assert any(len(report.gone_round) < len(report.repairs) for report in reports)
+    reset = broadcast(Case(Who.MIDDLE, When.MIDWAY, How.RESET, "tcp", 1, 0))
+    assert not reset.away and len(reset.gone_round) == len(reset.repairs), "its own repairs are repairs"
+
+
 def test_equal_cases_give_equal_reports() -> None:
     case = Case(Who.TWO, When.BEFORE_LAST, How.CUT_OFF, "verbs", 2, 11)
     assert broadcast(case) == broadcast(case)

@@ -94,18 +94,18 @@ def _cgroups(root: Path) -> Iterator[Scope]:
         folder = top / path.lstrip("/")
         # Within a container its own cgroup is often mounted at the top, while its path is the host's.
         while folder.is_relative_to(top):
-            scope = _cgroup(folder, names)
+            scope = _cgroup(folder, names, "this container" if folder == top else f"the cgroup {folder.name}")
             if scope is not None:
                 yield scope
             folder = folder.parent
 
 
-def _cgroup(folder: Path, names: _Names) -> Scope | None:
+def _cgroup(folder: Path, names: _Names, name: str) -> Scope | None:
     """None without a limit, or where there is no such cgroup."""
     found = []
-    for name in names.limits:
+    for limit in names.limits:
         try:
-            text = (folder / name).read_text().strip()
+            text = (folder / limit).read_text().strip()
         except OSError:
             continue
         if text != "max":
@@ -119,4 +119,4 @@ def _cgroup(folder: Path, names: _Names) -> Scope | None:
         return None
     free = min(found) - taken + int(statistics.get(f"{names.prefix}inactive_file", "0"))
     shared = int(statistics.get(f"{names.prefix}shmem", "0"))
-    return Scope(f"the cgroup {folder.name}", min(found), max(0, free), shared)
+    return Scope(name, min(found), max(0, free), shared)

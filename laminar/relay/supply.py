@@ -100,7 +100,7 @@ class Supply:
     def _limit(self, found: Places) -> None:
         before, self.places, self.pool.limit = self.pool.limit, found, found.count
         if found.count != before:
-            log.info("places=%d before=%d: %s", found.count, before, found.why)
+            log.debug("places=%d before=%d: %s", found.count, before, found.why)
         if found.count < before:
             self._fewer()
         for arena in self.pool.surplus(self.minimum):

@@ -13,7 +13,8 @@ import pytest
 
 from laminar.errors import ConfigError, WeightsError
 from laminar.relay import memory
-from laminar.relay.arena import Arena, ArenaPool, ArenaState, check_leases
+from laminar.relay.arena import Arena, ArenaPool, ArenaState, arena_bytes, check_leases
+from laminar.relay.mapping import HUGE_PAGE
 
 SIZE = 1 << 16
 HOLD = """
@@ -115,6 +116,16 @@ def test_an_arena_is_as_large_as_asked_and_no_larger(arena: Arena) -> None:
     assert arena.buffer(100).nbytes == 100
     with pytest.raises(WeightsError, match=f"{SIZE + 1} bytes do not fit"):
         arena.buffer(SIZE + 1)
+
+
+def test_an_arena_of_some_size_takes_whole_huge_pages() -> None:
+    """As many fit as memory is asked for: places count what is taken."""
+    assert [arena_bytes(n) for n in (1, HUGE_PAGE - 1, HUGE_PAGE, HUGE_PAGE + 1)] == [
+        1, HUGE_PAGE - 1, HUGE_PAGE, 2 * HUGE_PAGE,
+    ]  # fmt: skip
+    arena = Arena.create(HUGE_PAGE + 1)
+    assert arena.capacity == arena_bytes(HUGE_PAGE + 1)
+    arena.close()
 
 
 def test_memory_that_does_not_exist_is_refused_with_the_figures() -> None:

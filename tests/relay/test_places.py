@@ -170,7 +170,7 @@ def test_a_container_whose_own_cgroup_is_mounted_at_the_top_is_found(tmp_path: P
         "proc/self/cgroup": "0::/of/the/host",
         f"{top}/memory.max": "5000", f"{top}/memory.current": "1000", f"{top}/memory.stat": "shmem 10",
     })  # fmt: skip
-    assert memory.scopes(root)[1:] == [Scope("the cgroup cgroup", 5000, 4000, 10)]
+    assert memory.scopes(root)[1:] == [Scope("this container", 5000, 4000, 10)]
 
 
 def test_cgroups_of_version_1_count_with_their_children_and_no_limit_is_none(tmp_path: Path) -> None:

@@ -312,6 +312,16 @@ async def test_bits_that_drifted_are_kept_until_their_offer_is_seen(follows: Cha
     assert holdings.newest is None
 
 
+async def test_a_relay_serves_under_its_settings(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("laminar.workers.relay.socket_folder", lambda: tmp_path)
+    relay = {"chunk_mib": 1, "retain": 3, "memory_share": 0.4}
+    cluster.config = Config.model_validate({"model": {"path": "m"}, "relay": relay})
+    served = serve_weights(cluster.run())
+    assert (served.holdings.retain, served.holdings.supply.share, served.holdings.chunk_bytes) == (3, 0.4, 1 << 20)
+
+
 async def test_a_relay_forgets_when_it_heard_of_old_versions(follows: ChainMember) -> None:
     """The master has no hop of its own, after which it would."""
     for version in range(3 * MAX_HEARD):

@@ -19,8 +19,9 @@ from laminar.errors import WeightsError
 from laminar.relay.chain import Candidate, candidates, led_by
 from laminar.relay.hindrance import Hindrances
 from laminar.relay.holdings import Holdings
+from laminar.relay.hops import Hop, Tuning
 from laminar.relay.pull import Phase
-from laminar.relay.transfer import Hop, Links, Transfer, Tuning
+from laminar.relay.transfer import Links, Transfer
 from laminar.relay.transport.base import Transport, VersionName
 from laminar.relay.transport.tcp import split_endpoint
 

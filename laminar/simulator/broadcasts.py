@@ -20,9 +20,9 @@ from typing import Any
 from laminar.errors import LaminarError
 from laminar.relay.chain import Place, master, order
 from laminar.relay.follower import ChainView, Follower, Peer
+from laminar.relay.hops import Tuning
 from laminar.relay.layout import Layout
 from laminar.relay.pull import Repair
-from laminar.relay.transfer import Tuning
 from laminar.relay.transport.base import Transport, VersionName
 from laminar.simulator.broadcast_cases import Case, How, Report, When, Who
 from laminar.simulator.links import SimNetwork, SimTransport

@@ -24,8 +24,8 @@ from laminar.buffer.records import EvaluationRequest, Retain
 from laminar.errors import CoordinationError
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
+from laminar.relay.hops import Tuning
 from laminar.relay.server import RelayServer
-from laminar.relay.transfer import Tuning
 from laminar.relay.transport.base import Transport
 from laminar.workers.chain import ChainMember
 from laminar.workers.context import Run, boot_id, joined

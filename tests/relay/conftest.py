@@ -13,9 +13,9 @@ import pytest
 from laminar.relay.chunks import ChunkSet, Piece
 from laminar.relay.follower import ChainView, Follower, Peer
 from laminar.relay.holdings import Holdings
+from laminar.relay.hops import Tuning
 from laminar.relay.layout import Layout
 from laminar.relay.receiving import Source
-from laminar.relay.transfer import Tuning
 from laminar.relay.transport.base import ChunkSource, PullRequest, Transport, VersionName
 from laminar.relay.transport.tcp import TcpTransport
 

@@ -57,6 +57,8 @@ class Picture:
     steps: Sequence[Mapping[str, Any]] = ()
     registered_metrics: set[int] = field(default_factory=set)
     """Steps whose row of `step_metrics` is durable and not committed yet."""
+    registered_steps: set[tuple[int, int, int]] = field(default_factory=set)
+    """(step, group, sample) whose row of `steps` is durable and not committed yet."""
     unreadable: list[str] = field(default_factory=list)
     left_over: list[str] = field(default_factory=list)
     """Files and keys of the dead that nothing refers to."""
@@ -164,6 +166,9 @@ async def _gather_other(
         return
     if incoming.table == "step_metrics":
         picture.registered_metrics.update(step for batch in batches for step in batch.column("step").to_pylist())
+    elif incoming.table == "steps":
+        columns = [[batch.column(name).to_pylist() for name in ("step", "group", "sample")] for batch in batches]
+        picture.registered_steps.update(row for batch in columns for row in zip(*batch, strict=True))
 
 
 async def _gather_batches(storage: Storage, decisions: Sequence[BatchDecision], picture: Picture) -> None:
@@ -335,12 +340,23 @@ def _batches(p: Picture) -> list[str]:
 
 
 def _recorded(p: Picture) -> list[str]:
-    """Each recorded step has its row of metrics, committed or registered: a segment that was damaged before its commit
-    costs it."""
-    wanted = set(range(p.head.step if p.head is not None else 0))
-    if lost := sorted(wanted.difference((m["version"] - 1 for m in p.metrics), p.registered_metrics)):
-        return [f"table step_metrics has no row of the recorded steps {_some(lost)}"]
-    return []
+    """Each recorded step has its row of metrics, and one row of `steps` for each ok trajectory of the groups that it
+    trained; committed or registered. A segment that was damaged before its
+    commit costs them."""
+    problems: list[str] = []
+    recorded = p.head.step if p.head is not None else 0
+    if lost := sorted(set(range(recorded)).difference((m["version"] - 1 for m in p.metrics), p.registered_metrics)):
+        problems.append(f"table step_metrics has no row of the recorded steps {_some(lost)}")
+    step_of = {group: d.step for d in p.decisions if d.step < recorded for group in d.trained}
+    ok = ((r["group"], r["sample"]) for r in p.experience if r["status"] == "ok" and r["group"] in step_of)
+    trained = {(step_of[group], group, sample) for group, sample in ok}
+    missing = trained.difference(((s["step"], s["group"], s["sample"]) for s in p.steps), p.registered_steps)
+    if missing:
+        steps = sorted({step for step, _, _ in missing})
+        problems.append(
+            f"table steps has no row of {len(missing)} trained trajectories of the recorded steps {_some(steps)}"
+        )
+    return problems
 
 
 def _versions(p: Picture) -> list[str]:

@@ -47,6 +47,13 @@ def committed(group: int, sample: int, version: int = 0, status: str = "ok", **c
     return {**finished(group, sample, version, status).row(), **changes}
 
 
+def sample_row(step: int, group: int, sample: int) -> dict[str, Any]:
+    return {
+        "step": step, "group": group, "sample": sample, "advantage": 0.5, "staleness": 0, "tokens": 2,
+        "mean_ratio": 1.0, "clip_fraction": None, "policy_loss": 0.1, "mean_logprob": -0.5, "commit_seq": -1,
+    }  # fmt: skip
+
+
 def claim(group: int, sample: int) -> Held:
     value = claims.drawn("w", 2)
     return Held(value, KeyValue(KEYS.claim(group, sample), value.dump(), 1, 1))
@@ -110,6 +117,10 @@ def missing_step(decisions: list[BatchDecision]) -> list[BatchDecision]:
     return [d.model_copy(update={"step": d.step + 1}) for d in decisions]
 
 
+def rows_without_it(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**row, "step": row["step"] + 1} for row in steps]
+
+
 TWO: dict[str, Any] = {
     "span_start": [0, 3], "span_version": [0, 1], "span_worker": ["w"] * 2,
     "span_digest": [DIGESTS[0][:16], DIGESTS[1][:16]],
@@ -166,10 +177,13 @@ BROKEN: list[tuple[str, Callable[[Picture], Picture], str]] = [
         r"step 0, group 0 has rows \{\}, not train",
     ),
     ("consumed twice", altered(decisions=lambda d: [*d, decision(2, [], {0: "error"})]), r"consumed twice 1 \(0\)"),
-    ("missing step", altered(decisions=missing_step), r"2 batches are decided, there are records of 2 \(1, 2\)"),
+    ("missing step", altered(decisions=missing_step, steps=rows_without_it), r"are decided, there are .* 2 \(1, 2\)"),
     ("miscounted", altered(head=lambda h: h.model_copy(update={"consumed_groups": 4})), "3 groups are decided"),
     ("done too early", altered(head=lambda h: h.model_copy(update={"state": "done"})), "2 groups are neither"),
     ("recorded twice", altered(steps=lambda s: [*s, s[0]]), r"recorded twice 1 \(\(0, 0, 0\)\)"),
+    ("no metrics", altered(metrics=lambda m: m[:2]), r"step_metrics has no row of the recorded steps 1 \(1\)"),
+    ("no rows", altered(steps=lambda s: s[:2]), r"steps has no row of 2 trained .* of the recorded steps 1 \(1\)"),
+    ("a row too few", altered(steps=lambda s: s[1:]), r"steps has no row of 1 trained .* the recorded steps 1 \(0\)"),
     ("version twice", altered(metrics=lambda m: [*m, m[1]]), r"invariant 5: versions recorded twice 1 \(1\)"),
     (
         "two digests",
@@ -189,6 +203,15 @@ BROKEN: list[tuple[str, Callable[[Picture], Picture], str]] = [
 def test_a_broken_invariant_is_named(change: Callable[[Picture], Picture], message: str) -> None:
     problems = check(change(sound())).problems
     assert len(problems) == 1 and re.search(message, problems[0]), problems
+
+
+def test_rows_of_a_step_may_be_registered_and_those_of_errors_and_of_a_step_to_be_recorded_are_not_there() -> None:
+    registered = {(r["step"], r["group"], r["sample"]) for r in sound().steps}
+    assert check(replace(sound(), steps=[], registered_steps=registered)).ok
+    failed = changed(0, status="reward_error", reward=None)(sound())
+    assert check(replace(failed, steps=sound().steps[1:])).ok, "the learner never sees it"
+    unrecorded = replace(sound(), head=sound().head.model_copy(update={"step": 1}))
+    assert check(replace(unrecorded, steps=sound().steps[:2])).ok
 
 
 def test_spans_of_several_versions_are_sound_if_the_config_says_so() -> None:
@@ -243,7 +266,7 @@ class Store:
         await steps.record_initial("t", DIGESTS[0], 0)
         rows = (await self.tables["experience"].read()).slice(0, 2)
         await steps.decide(0, rows.append_column("use", pa.array(["train"] * 2)).cast(BATCH), [0], {})
-        await steps.record(0, "t", [], {}, 1, DIGESTS[1], 0)
+        await steps.record(0, "t", [sample_row(0, 0, s) for s in range(2)], {}, 1, DIGESTS[1], 0)
         await self.commit()
         await self.finish("w-1", held[4:6])
         self.steps = steps
@@ -328,7 +351,7 @@ async def test_a_registered_segment_that_cannot_be_read_is_reported(store: Store
 async def test_a_step_whose_metrics_were_damaged_is_reported_before_and_after_they_are_lost(store: Store) -> None:
     rows = (await store.tables["experience"].read()).slice(2, 2)
     await store.steps.decide(1, rows.append_column("use", pa.array(["train"] * 2)).cast(BATCH), [1], {})
-    await store.steps.record(1, "t", [], {}, 2, DIGESTS[1], 0)
+    await store.steps.record(1, "t", [sample_row(1, 1, s) for s in range(2)], {}, 2, DIGESTS[1], 0)
     path = "incoming/step_metrics/t-step-000000001.arrow"
     assert check(await store.gather()).problems == []
     store.storage.damage(path, 700, b"\xaa\x55\xaa")

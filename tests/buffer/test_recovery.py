@@ -298,7 +298,8 @@ async def test_the_run_goes_on_to_its_end(world: World) -> None:
     uses = {2: "train", 3: "train", 4: "no_signal", 5: "train"}
     rows = await batch_rows(world.tables["experience"], uses)
     await world.steps.decide(1, rows, [2, 3, 5], {4: "no_signal"})
-    await world.steps.record(1, "t2", [sample_row(1, 2, 0)], {}, 2, DIGESTS[2], 0)
+    trained = [sample_row(1, group, sample) for group in (2, 3, 5) for sample in range(SAMPLES)]
+    await world.steps.record(1, "t2", trained, {}, 2, DIGESTS[2], 0)
     await world.publish(2)
     await world.commit()
     assert await world.problems(keys) == []
@@ -364,7 +365,7 @@ async def test_a_step_of_which_only_the_metrics_are_durable_is_recorded_again(wo
     assert (recovery.trainer.step, recovery.trainer.decided) == (1, 2)
     assert recovery.left_out == {"of a step that is not recorded": 1}
     await world.lead(keys)
-    await world.steps.record(1, "t9", [sample_row(1, 2, 0)], {}, 2, DIGESTS[2], 0)
+    await world.steps.record(1, "t9", [sample_row(1, 2, s) for s in range(SAMPLES)], {}, 2, DIGESTS[2], 0)
     await world.publish(2)
     await world.commit()
     assert await world.problems(keys) == []

@@ -7,6 +7,7 @@ whatever has been committed since: a living run can be audited.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from laminar.buffer.archive import read_archive
 from laminar.buffer.claims import Held, stranded
 from laminar.buffer.coordination import Coordination
 from laminar.buffer.extent import behind, read_extent
+from laminar.buffer.incoming import read_incoming
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import BatchDecision, Cursor, Incoming, TableHead, TrainerHead, WeightsHead
 from laminar.buffer.schema import EXPERIENCE, TABLES
@@ -27,6 +29,8 @@ from laminar.buffer.steps import BATCH, oldest_checkpoint, read_closings
 from laminar.buffer.storage import Storage
 from laminar.buffer.table import Table
 from laminar.errors import StoreError
+
+log = logging.getLogger(__name__)
 
 Id = tuple[int, int]
 SHOWN = 5
@@ -134,7 +138,7 @@ async def gather(
     in_etcd_too = {d.step for d in in_etcd}
     old = [s.decision for s in archived if s.decision.step not in in_etcd_too]
     await _gather_batches(storage, [*old, *in_etcd, *closings], picture)
-    registered = {Incoming.parse(by_key[k].value).path for k in under(keys.incoming_root)}
+    registered = {path for k in under(keys.incoming_root) for path in Incoming.parse(by_key[k].value).files}
     await _gather_left_over(storage, picture, living, registered)
     for root in (keys.inbox_root, keys.moves_root, keys.rests_root):
         picture.left_over += [k for k in under(root) if k[len(root) :].split("/")[0] not in living]
@@ -159,15 +163,17 @@ async def _gather_other(
     coordination: Coordination, key: str, storage: Storage, schema: pa.Schema, incoming: Incoming, picture: Picture
 ) -> None:
     try:
-        batches = read_segment(await storage.read(incoming.path), schema, complete=True, name=incoming.path).batches
+        found = await read_incoming(storage, incoming, schema)
     except (StoreError, FileNotFoundError) as e:
         if await coordination.get(key) is not None:
             picture.unreadable.append(f"{e}; its {incoming.rows} rows of table {incoming.table} would be lost")
         return
+    if found.instead:
+        log.warning("%s", found.instead)
     if incoming.table == "step_metrics":
-        picture.registered_metrics.update(step for batch in batches for step in batch.column("step").to_pylist())
+        picture.registered_metrics.update(step for batch in found.batches for step in batch.column("step").to_pylist())
     elif incoming.table == "steps":
-        columns = [[batch.column(name).to_pylist() for name in ("step", "group", "sample")] for batch in batches]
+        columns = [[batch.column(name).to_pylist() for name in ("step", "group", "sample")] for batch in found.batches]
         picture.registered_steps.update(row for batch in columns for row in zip(*batch, strict=True))
 
 
@@ -341,8 +347,7 @@ def _batches(p: Picture) -> list[str]:
 
 def _recorded(p: Picture) -> list[str]:
     """Each recorded step has its row of metrics, and one row of `steps` for each ok trajectory of the groups that it
-    trained; committed or registered. A segment that was damaged before its
-    commit costs them."""
+    trained; committed or registered. What is damaged in both of its files before its commit costs them."""
     problems: list[str] = []
     recorded = p.head.step if p.head is not None else 0
     if lost := sorted(set(range(recorded)).difference((m["version"] - 1 for m in p.metrics), p.registered_metrics)):

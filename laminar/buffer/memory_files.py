@@ -22,7 +22,8 @@ class MemoryStorage:
     """Faults are set as attributes, at any time:
 
     `capacity` bytes in all, beyond which writes raise StorageFull; `delay_s` before each call takes effect;
-    `fault(verb, path)` is called first and may raise; `crash()` is a power cut.
+    `fault(verb, path)` is called first and may raise; `written(path)` is called when a file was published and may
+    damage it; `crash()` is a power cut.
     """
 
     local = False
@@ -34,6 +35,7 @@ class MemoryStorage:
         self.capacity: int | None = None
         self.delay_s = 0.0
         self.fault: Callable[[str, str], None] | None = None
+        self.written: Callable[[str], None] | None = None
         self._files: dict[str, _File] = {}
 
     @property
@@ -50,6 +52,8 @@ class MemoryStorage:
             raise AlreadyExists(f"cannot write {self.absolute(path)}: it exists already, and is not to be replaced")
         self._reserve(path, len(data), len(old.data) if old else 0)
         self._files[path] = _File(bytearray(data), len(data), self.clock.now_us())
+        if self.written:
+            self.written(path)
 
     async def append(self, path: str, data: bytes, *, sync: bool) -> None:
         path = await self._begin("append", path)

@@ -120,7 +120,8 @@ class Rebuilder:
             if segment.rewritten is not None:
                 batches = segment.rewritten.combine_chunks().to_batches()
                 data = encode(segment.rewritten.schema, batches)
-                await self.storage.write(segment.path, data, overwrite=True)
+                for path in segment.incoming().files:
+                    await self.storage.write(path, data, overwrite=True)
         await self._put(records(recovery, keys))
         await write_run(self.storage, self.file.model_copy(update={"generation": keys.generation}), overwrite=True)
         await self._switch(keys, manifest)

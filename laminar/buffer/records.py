@@ -235,6 +235,12 @@ class Incoming(Record):
     """Names of the trajectories in it (experience only), so that none is lost if the segment turns out unreadable."""
     evaluation: EvaluationRequest | None = None
     """What asked for it (evaluation only): it is asked for again if the segment turns out unreadable."""
+    copied_to: str = ""
+    """The segment's second file (`steps` and `step_metrics`, see `incoming.py`), for when the first is unreadable."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (self.path, self.copied_to) if self.copied_to else (self.path,)
 
 
 class Intent(Record):

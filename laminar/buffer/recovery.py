@@ -23,6 +23,7 @@ import pyarrow as pa
 from laminar.buffer.claims import TrajectoryId, reissued
 from laminar.buffer.coordination import KeyValue, Operation, Put
 from laminar.buffer.experience import incoming_path
+from laminar.buffer.incoming import COPIED, copy_path
 from laminar.buffer.keys import Keys, parse_trajectory, trajectory_name
 from laminar.buffer.records import (
     BatchDecision,
@@ -67,7 +68,8 @@ class Known:
 
 @dataclass(frozen=True)
 class Segment:
-    """A segment to register. `rewritten` are the rows to write to `path` first, where only some of a file's count."""
+    """A segment to register. `rewritten` are the rows to write to its files first, where only some of a file's
+    count."""
 
     table: str
     id: str
@@ -75,11 +77,13 @@ class Segment:
     rows: int
     trajectories: list[str]
     rewritten: pa.Table | None = None
+    copied_to: str = ""
 
     def incoming(self) -> Incoming:
         return Incoming(
-            table=self.table, path=self.path, rows=self.rows, worker=WRITER, trajectories=self.trajectories
-        )
+            table=self.table, path=self.path, rows=self.rows, worker=WRITER, trajectories=self.trajectories,
+            copied_to=self.copied_to,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -183,9 +187,10 @@ def _segment(file: IncomingFile, keep: list[int], generation: int) -> Segment:
         pairs = zip(rows["group"].to_pylist(), rows["sample"].to_pylist(), strict=True)
         names = [trajectory_name(group, sample) for group, sample in pairs]
     if len(keep) == file.rows.num_rows:
-        return Segment(file.table, file.id, file.path, len(keep), names)
+        return Segment(file.table, file.id, file.path, len(keep), names, copied_to=file.copied_to)
     id = f"{WRITER}-{generation:03d}-{file.id}"
-    return Segment(file.table, id, incoming_path(file.table, id), len(keep), names, rows)
+    path = incoming_path(file.table, id)
+    return Segment(file.table, id, path, len(keep), names, rows, copy_path(path) if file.table in COPIED else "")
 
 
 def _preferred(table: str, files: Sequence[IncomingFile]) -> list[IncomingFile]:

@@ -1,7 +1,7 @@
 """What a store holds of a run, read once: that from which `recovery.py` rebuilds a lost etcd.
 
     tables ──────▶ committed rows, how far each table is numbered
-    incoming/ ───▶ durable segments, with what they hold
+    incoming/ ───▶ durable segments, with what they hold; what is damaged of them is read from its copy
     partials/ ───▶ the best that is left of each unfinished trajectory
     batches/ ────▶ what each step means
     checkpoints ─▶ versions (read by the caller)
@@ -11,13 +11,14 @@ Nothing is written. Damage is reported, never raised: what cannot be read counts
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import pyarrow as pa
 
 from laminar.buffer.archive import read_archive
 from laminar.buffer.claims import TrajectoryId
+from laminar.buffer.incoming import copy_path, first_path
 from laminar.buffer.partials import PartialRow, assemble, read_partials
 from laminar.buffer.records import BatchDecision, Source, TableHead
 from laminar.buffer.schema import TABLES
@@ -50,11 +51,13 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class IncomingFile:
-    """A durable segment of finished rows, registered or not. `rows` are of the table's schema."""
+    """A durable segment of finished rows, registered or not. `rows` are of the table's schema. `path`: the file that
+    they were read from; `copied_to`: the other one, if there is one that may be sound."""
 
     table: str
     path: str
     rows: pa.Table
+    copied_to: str = ""
 
     @property
     def id(self) -> str:
@@ -104,8 +107,9 @@ async def read_remains(
     remains = Remains(checkpoints=sorted(checkpoints, reverse=True))
     for name, table in tables.items():
         await _read_table(remains, name, table)
-    for file in await storage.list("incoming"):
-        await _read_incoming(remains, storage, file.path)
+    incoming = {file.path for file in await storage.list("incoming")}
+    for path in sorted({first_path(p) for p in incoming}):
+        await _read_incoming(remains, storage, path, incoming)
     for worker in sorted({f.path.split("/")[1] for f in await storage.list("partials")}):
         await _read_log(remains, storage, worker)
     await _read_decisions(remains, storage)
@@ -133,19 +137,27 @@ def _note_versions(remains: Remains, table: str, rows: pa.Table) -> None:
                 remains.wrote(version, digest)
 
 
-async def _read_incoming(remains: Remains, storage: Storage, path: str) -> None:
+async def _read_incoming(remains: Remains, storage: Storage, path: str, there: Set[str]) -> None:
+    """`path` is a segment's first file; `there` are all files under incoming/."""
     table = path.split("/")[1]
     if table not in TABLES or not path.endswith(".arrow"):
         return
-    try:
-        contents = read_segment(await storage.read(path), TABLES[table], complete=True, name=path)
-    except (StoreError, FileNotFoundError) as e:
-        remains.damage.append(f"{path}: {e}")
+    copy = copy_path(path)
+    files = [path, copy] if copy in there else [path]
+    damage: list[str] = []
+    for file in files:
+        try:
+            contents = read_segment(await storage.read(file), TABLES[table], complete=True, name=file)
+        except (StoreError, FileNotFoundError) as e:
+            damage.append(f"{file}: {e}")
+            continue
+        rows = pa.Table.from_batches(contents.batches, schema=TABLES[table])
+        remains.incoming.append(IncomingFile(table, file, rows, copied_to=copy if file != files[-1] else ""))
+        if table == "experience":
+            _note_versions(remains, table, rows)
+        remains.damage += [f"{text}; its copy is used" for text in damage]
         return
-    rows = pa.Table.from_batches(contents.batches, schema=TABLES[table])
-    remains.incoming.append(IncomingFile(table, path, rows))
-    if table == "experience":
-        _note_versions(remains, table, rows)
+    remains.damage += damage
 
 
 async def _read_log(remains: Remains, storage: Storage, worker: str) -> None:

@@ -2,9 +2,9 @@
 
 `batches/<step>-<boot id>.arrow` holds all rows that the step consumes, with `use` = 'train' or the reason of
 retiring; it is written once, before one transaction makes it the batch of that step. The decision is copied beside
-it as JSON, so that a replay needs no etcd. `incoming/steps/step-<n>` and `incoming/step_metrics/step-<n>` are
-registered in the transaction that raises the trainer's `step`: a replayed step adds nothing twice. Decisions of old
-steps move to the archive (`archive.py`).
+it as JSON, so that a replay needs no etcd. `incoming/steps/step-<n>` and `incoming/step_metrics/step-<n>`, each in two
+files (`incoming.py`), are registered in the transaction that raises the trainer's `step`: a replayed step adds nothing
+twice. Decisions of old steps move to the archive (`archive.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from laminar.buffer.archive import BLOCK, archived_before, archived_paths, block_path, read_archive, read_block
 from laminar.buffer.coordination import Coordination, Delete, KeyValue, Operation, Put, Transaction, absent, unchanged
-from laminar.buffer.experience import incoming_path
+from laminar.buffer.incoming import read_incoming, write_copied
 from laminar.buffer.keys import Keys
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import BatchDecision, Incoming, TrainerHead
@@ -218,24 +218,22 @@ class StepLog:
         # Registered first: what is committed meanwhile is in the table then.
         for kv in (await self.coordination.range(self.keys.incoming_table("step_metrics"))).items:
             try:
-                data = await self.storage.read(Incoming.parse(kv.value).path)
-                batches = read_segment(data, TABLES["step_metrics"], complete=True).batches
+                found = await read_incoming(self.storage, Incoming.parse(kv.value), TABLES["step_metrics"])
             except NotFound:
                 continue
             except CorruptSegment as e:
                 log.warning("the digest in %s is not known: %s", kv.key, e)
                 continue
-            rows += [row for batch in batches for row in batch.to_pylist()]
+            if found.instead:
+                log.warning("%s", found.instead)
+            rows += [row for batch in found.batches for row in batch.to_pylist()]
         rows += (await metrics.read(columns=["version", "digest"])).to_pylist()
         return {row["version"]: row["digest"] for row in rows if row["digest"]}
 
     async def _register(self, table: str, step: int, boot: str, rows: Sequence[dict[str, Any]]) -> Put:
-        schema = TABLES[table]
         name = "initial" if step < 0 else f"step-{step:09d}"
-        path = incoming_path(table, f"{boot}-{name}")
-        batch = pa.RecordBatch.from_pylist(list(rows), schema=schema)
-        await self.storage.write(path, encode(schema, [batch]), overwrite=True)
-        incoming = Incoming(table=table, path=path, rows=len(rows), worker=boot)
+        made = pa.Table.from_pylist(list(rows), schema=TABLES[table])
+        incoming = await write_copied(self.storage, table, f"{boot}-{name}", made, boot)
         return Put(self.keys.incoming(table, name), incoming.dump())
 
 

@@ -22,7 +22,7 @@ class Kind(Enum):
     DISK_ERRORS = "storage errors"
     DISK_SLOW = "slow storage"
     POWER_CUT = "power cut"
-    BIT_FLIP = "bit flip in a log"
+    BIT_FLIP = "bit flip"
     REPLY_OF_COMMIT = "reply of a commit lost"
     COMMIT_LATE = "commit lands late"
     COMMIT_FAILS = "commit fails"

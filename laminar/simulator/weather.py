@@ -8,11 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 
 from laminar.buffer.coordination import Delete, Put, Transaction
+from laminar.buffer.incoming import COPIED, first_path
 from laminar.buffer.memory import Faults
 from laminar.buffer.records import Rest
 from laminar.simulator.cluster import Cluster, Slot
 from laminar.simulator.faults import Fault, Kind
 from laminar.simulator.process import CrashAt
+
+SPARED = 0.5
+"""Share of the files that a bit flip passes over, so that it hits first files and copies of both tables."""
 
 
 class Weather:
@@ -25,6 +29,10 @@ class Weather:
         self._endings: list[Callable[[], object]] = []
         self._armed: dict[tuple[str, str], Kind] = {}
         """Tables whose next commit fails, and how."""
+        self._to_flip: list[Fault] = []
+        self._flipped: set[str] = set()
+        """Segments of which one file was hit: the other one stays sound, and so nothing may be lost."""
+        cluster.disk.written = self._spoil_written
 
     def counted(self) -> dict[str, int]:
         """How often each kind happened: a commit that was to fail and has not been made yet is none."""
@@ -32,7 +40,7 @@ class Weather:
         return {kind.value: n for kind, n in (self.injected - waiting).items()}
 
     async def blow(self) -> None:
-        """Inject all faults of the plan, each at its time. Those at a call count when the call is made."""
+        """Inject all faults of the plan, each at its time. Those at a call, or at what is written next, count then."""
         for fault in self.cluster.plan.faults:
             await asyncio.sleep(max(0.0, fault.at - self.cluster.loop.now))
             if await self.inject(fault) and fault.kind not in (Kind.CRASH_AT_CALL, Kind.STOP_AT_CALL):
@@ -41,6 +49,7 @@ class Weather:
     def calm(self) -> None:
         """End whatever lasts."""
         endings, self._endings = self._endings, []
+        self._to_flip.clear()
         for ending in endings:
             ending()
         for slot in self.cluster.slots:
@@ -197,8 +206,11 @@ class Weather:
         c.etcd.restart()
 
     def _flip(self, fault: Fault) -> bool:
-        """One bit in some partial log."""
+        """One bit in some partial log, or in one file of what the next step leaves: it lies there for a moment only."""
         c = self.cluster
+        if fault.after:
+            self._to_flip.append(fault)
+            return False
         logs = c.disk.sizes("partials")
         if not logs:
             return False
@@ -210,6 +222,23 @@ class Weather:
         c.say(f"fault: bit flip in {path} at {offset}")
         c.disk.flip(path, offset, source.randrange(8))
         return True
+
+    def _spoil_written(self, path: str) -> None:
+        first = first_path(path)
+        waits = first.startswith(tuple(f"incoming/{table}/" for table in COPIED))
+        if not self._to_flip or not waits or first in self._flipped:
+            return
+        fault = self._to_flip[0]
+        source = random.Random(f"flip/{fault.choice}/{path}")
+        if source.random() < SPARED:
+            return
+        self._to_flip.pop(0)
+        self._flipped.add(first)
+        disk = self.cluster.disk
+        offset = source.randrange(disk.sizes("incoming")[path])
+        self.cluster.say(f"fault: bit flip in {path} at {offset}")
+        disk.flip(path, offset, source.randrange(8))
+        self._struck(fault.kind)
 
     def _later(self, seconds: float, ending: Callable[[], object]) -> None:
         """End something after a time, or when the weather calms down."""

@@ -348,18 +348,66 @@ async def test_a_registered_segment_that_cannot_be_read_is_reported(store: Store
     assert len(problems) == 1 and path in problems[0]
 
 
-async def test_a_step_whose_metrics_were_damaged_is_reported_before_and_after_they_are_lost(store: Store) -> None:
+async def spoil(storage: MemoryStorage, how: str, *paths: str) -> None:
+    for path in paths:
+        data = await storage.read(path)
+        await storage.delete(path)
+        if how == "truncated":
+            await storage.write(path, data[: len(data) // 2])
+        elif how == "flipped":
+            await storage.write(path, data)
+            storage.flip(path, len(data) // 2, 3)
+
+
+async def step_to_commit(store: Store) -> None:
     rows = (await store.tables["experience"].read()).slice(2, 2)
     await store.steps.decide(1, rows.append_column("use", pa.array(["train"] * 2)).cast(BATCH), [1], {})
     await store.steps.record(1, "t", [sample_row(1, 1, s) for s in range(2)], {}, 2, DIGESTS[1], 0)
-    path = "incoming/step_metrics/t-step-000000001.arrow"
     assert check(await store.gather()).problems == []
-    store.storage.damage(path, 700, b"\xaa\x55\xaa")
-    before = check(await store.gather()).problems
-    assert len(before) == 2 and path in before[0] and "its 1 rows of table step_metrics would be lost" in before[0]
+
+
+HOW = pytest.mark.parametrize("how", ["flipped", "missing", "truncated"])
+LOST = {
+    "steps": (2, "table steps has no row of 2 trained trajectories of the recorded steps 1 (1)"),
+    "step_metrics": (1, "table step_metrics has no row of the recorded steps 1 (1)"),
+}
+
+
+@HOW
+@pytest.mark.parametrize("folder", ["incoming", "incoming/copies"])
+@pytest.mark.parametrize("table", LOST)
+async def test_what_a_step_left_is_there_as_long_as_one_of_its_files_is(
+    store: Store, table: str, folder: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await step_to_commit(store)
+    await spoil(store.storage, how, f"{folder}/{table}/t-step-000000001.arrow")
+    assert check(await store.gather()).problems == []
+    said = [r.getMessage() for r in caplog.records if "its copy is used" in r.getMessage()]
+    assert len(said) == (folder == "incoming")
     await store.commit()
-    after = check(await store.gather()).problems
-    assert after == ["table step_metrics has no row of the recorded steps 1 (1)"] == before[1:]
+    picture = await store.gather()
+    assert check(picture).problems == [] and picture.left_over == []
+
+
+@HOW
+@pytest.mark.parametrize("table", LOST)
+async def test_what_a_step_left_and_both_files_lost_is_reported_before_and_after(
+    store: Store, table: str, how: str
+) -> None:
+    await step_to_commit(store)
+    name = f"{table}/t-step-000000001.arrow"
+    await spoil(store.storage, how, f"incoming/{name}", f"incoming/copies/{name}")
+    rows, lost = LOST[table]
+    before = check(await store.gather()).problems
+    assert before[1:] == [lost]
+    assert name in before[0] and f"its {rows} rows of table {table} would be lost" in before[0]
+    await store.commit()
+    assert check(await store.gather()).problems == [lost]
+
+
+async def test_a_copy_that_is_not_registered_is_left_over(store: Store) -> None:
+    await store.storage.write("incoming/copies/steps/gone-step-000000009.arrow", b"x")
+    assert (await store.gather()).left_over == ["incoming/copies/steps/gone-step-000000009.arrow"]
 
 
 async def test_a_damaged_batch_file_is_reported(store: Store) -> None:

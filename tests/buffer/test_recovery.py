@@ -346,6 +346,75 @@ async def test_a_damaged_segment_counts_as_not_there(world: World) -> None:
     assert await world.problems(keys) == []
 
 
+async def spoil(storage: MemoryStorage, how: str, *paths: str) -> None:
+    for path in paths:
+        data = await storage.read(path)
+        if how == "missing":
+            await storage.delete(path)
+        elif how == "truncated":
+            await storage.write(path, data[: len(data) // 2], overwrite=True)
+        else:
+            storage.flip(path, len(data) // 2, 3)
+
+
+HOW = pytest.mark.parametrize("how", ["flipped", "missing", "truncated"])
+OF_STEPS = pytest.mark.parametrize("table", ["steps", "step_metrics"])
+
+
+@HOW
+@pytest.mark.parametrize("folder", ["incoming", "incoming/copies"])
+@OF_STEPS
+async def test_what_a_step_left_is_recovered_once_from_the_file_that_is_sound(
+    world: World, table: str, folder: str, how: str
+) -> None:
+    await spoil(world.storage, how, f"{folder}/{table}/t-step-000000000.arrow")
+    for _ in range(2):  # what a recovery left is what the next one begins with
+        world.lose_etcd()
+        recovery, keys = await world.recover()
+        assert sorted((s.table, s.id, s.rows) for s in recovery.segments if s.table != "experience") == [
+            ("step_metrics", "t-step-000000000", 1), ("steps", "t-step-000000000", 2),
+        ]  # fmt: skip
+        assert recovery.trainer.step == 1 and recovery.left_out == {}
+        assert [("its copy is used" in text) for text in recovery.damage] == [True] * (folder == "incoming")
+        assert await world.problems(keys) == []
+    await world.lead(keys)
+    await world.commit()
+    assert await world.problems(keys) == []
+    assert (await world.tables["steps"].count(), await world.tables["step_metrics"].count()) == (2, 2)
+
+
+@HOW
+@OF_STEPS
+async def test_a_step_is_recorded_again_if_both_files_of_what_it_left_are_damaged(
+    world: World, table: str, how: str
+) -> None:
+    paths = [f"{folder}/{table}/t-step-000000000.arrow" for folder in ("incoming", "incoming/copies")]
+    await spoil(world.storage, how, *paths)
+    world.lose_etcd()
+    recovery, keys = await world.recover()
+    assert recovery.trainer.step == 0 and not [s for s in recovery.segments if s.table != "experience"]
+    assert len(recovery.damage) == (0 if how == "missing" else 2)
+    await world.lead(keys)
+    await world.steps.record(0, "t9", [sample_row(0, 0, s) for s in range(2)], {}, 1, DIGESTS[1], 0)
+    await world.commit()
+    assert await world.problems(keys) == []
+
+
+async def test_a_segment_of_which_only_some_rows_count_is_written_twice_if_they_are_made_once(world: World) -> None:
+    """One of the step's rows is committed: the others are a segment of their own."""
+    await world.tables["steps"].commit(
+        pa.Table.from_pylist([{**sample_row(0, 0, 0), "commit_seq": 0}], STEPS), target=1, key="k"
+    )
+    world.lose_etcd()
+    recovery, keys = await world.recover()
+    [path] = [s.path for s in recovery.segments if s.table == "steps"]
+    assert path == "incoming/steps/recovery-002-t-step-000000000.arrow"
+    await world.storage.delete(path)
+    await world.lead(keys)
+    await world.commit()
+    assert await world.problems(keys) == [] and await world.tables["steps"].count() == 2
+
+
 async def test_a_damaged_log_gives_what_stands_before_the_damage(world: World) -> None:
     world.storage.damage("partials/w/000001.arrows", 2600, b"\xaa\x55\xaa")
     world.lose_etcd()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from laminar.buffer.incoming import COPIED, copy_path
 from laminar.simulator.cluster import LEASE_S, Cluster, Slot
 from laminar.simulator.faults import Fault, Kind, draw_plan
 from laminar.simulator.loop import SimulationLoop
@@ -115,3 +116,36 @@ def test_what_is_down_already_or_compacted_already_is_not_hit_again() -> None:
         assert not await weather.inject(fault(Kind.LEASE)), "nobody has one"
 
     in_weather(test)
+
+
+def test_a_bit_flips_in_one_of_the_two_files_of_what_a_step_leaves_and_counts_then() -> None:
+    flips = [replace(fault(Kind.BIT_FLIP, after=True), choice=n / 100) for n in range(20)]
+    hit: set[str] = set()
+
+    async def test(cluster: Cluster, weather: Weather) -> None:
+        await weather.blow()
+        assert weather.counted() == {}
+        for n in range(40):
+            for table in ("steps", "step_metrics", "experience"):
+                first = f"incoming/{table}/t-{n:03d}.arrow"
+                files = [first, copy_path(first)] if table != "experience" else [first]
+                for path in files:
+                    await cluster.disk.write(path, b"as written")
+                damaged = [path for path in files if await cluster.disk.read(path) != b"as written"]
+                assert len(damaged) <= 1
+                hit.update(path.rsplit("/", 1)[0] for path in damaged)
+        assert weather.counted() == {Kind.BIT_FLIP.value: len(flips)}
+
+    in_weather(test, *flips)
+    assert hit == {f"{folder}/{table}" for folder in ("incoming", "incoming/copies") for table in COPIED}
+
+
+def test_a_bit_that_was_to_flip_stays_once_the_weather_is_calm() -> None:
+    async def test(cluster: Cluster, weather: Weather) -> None:
+        await weather.blow()
+        weather.calm()
+        for n in range(20):
+            await cluster.disk.write(f"incoming/steps/t-{n}.arrow", b"as written")
+            assert await cluster.disk.read(f"incoming/steps/t-{n}.arrow") == b"as written"
+
+    in_weather(test, fault(Kind.BIT_FLIP, after=True))

@@ -15,11 +15,12 @@ from laminar.buffer.archive import BLOCK, read_archive
 from laminar.buffer.claims import Held
 from laminar.buffer.coordination import Delete, KeyValue, Put, Transaction
 from laminar.buffer.experience import Finished, write_incoming
+from laminar.buffer.incoming import write_copied
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import Partial, PartialLog, PartialRow
 from laminar.buffer.records import BatchDecision, EvaluationRequest, Retain
-from laminar.buffer.schema import EXPERIENCE
+from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import BATCH, StepLog, decision_path
 from laminar.buffer.storage import FileInfo
@@ -331,6 +332,27 @@ async def test_segments_go_when_they_are_not_registered_and_their_writer_is_gone
         "incoming/experience/r-alive-1.arrow",
         "incoming/experience/r-dead-0.arrow",
     ]
+
+
+async def test_the_copy_of_a_segment_stays_as_long_as_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A living trainer's and a dead one's; one segment of each is registered, one is not."""
+    world = World()
+    manager = await world.manager()
+    alive, dead = await world.member("trainer", "t-alive"), await world.member("trainer", "t-dead")
+    rows = pa.Table.from_pylist([{"step": 0, "version": 1, "digest": "", "metrics": "{}", "at": 0}], STEP_METRICS)
+    for trainer in (alive, dead):
+        for n in range(2):
+            incoming = await write_copied(world.storage, "step_metrics", f"{trainer.id}-{n}", rows, trainer.id)
+            if n == 0:
+                await trainer.ledger.register("step_metrics", f"{trainer.id}-0", incoming, Transaction((), ()))
+    kill(dead)
+    assert await manager.cleaner.clean() == 2
+    kept = ("t-alive-0", "t-alive-1", "t-dead-0")
+    assert await world.paths("incoming") == [
+        f"{folder}/step_metrics/{name}.arrow" for folder in ("incoming/copies", "incoming") for name in kept
+    ]
+    monkeypatch.setattr(world.clock, "now_us", lambda: 2**60)
+    assert await manager.cleaner.clean() == 2, "the living trainer's old ones, registered by nobody"
 
 
 async def test_what_a_committer_had_no_time_to_delete_goes_though_its_writer_lives(

@@ -3,7 +3,7 @@
 | what                                    | goes when                                                         |
 |-----------------------------------------|-------------------------------------------------------------------|
 | partial logs                            | their writer is gone, and no claim's source names it              |
-| incoming segments                       | not registered, and their writer is gone or they are an hour old  |
+| incoming segments and their copies      | not registered, and their writer is gone or they are an hour old  |
 | batch files of decided steps            | no kept checkpoint needs them (`trainer.keep_batches`)            |
 | batch files that were never decided     | their writer is gone                                              |
 | decisions, offers, closings in etcd,    | a block of `archive.BLOCK` steps is archived that no checkpoint,  |
@@ -83,9 +83,8 @@ class Cleaner:
         return len(unnamed)
 
     async def _segments(self, segments: Sequence[FileInfo], living: set[str]) -> int:
-        registered = {
-            Incoming.parse(kv.value).path for kv in (await self.coordination.range(self.keys.incoming_root)).items
-        }
+        records = (await self.coordination.range(self.keys.incoming_root)).items
+        registered = {path for kv in records for path in Incoming.parse(kv.value).files}
         oldest = self._stale_before()
         deleted = 0
         for file in segments:

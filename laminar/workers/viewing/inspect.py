@@ -55,7 +55,8 @@ def resolve_target(target: str | None) -> str:
     target = target.removeprefix("file://")
     if "://" in target:
         return target.rstrip("/")
-    for folder in (Path(target), RUNS / target):
+    here, among_runs = Path(target), RUNS / target  # one and the same, if `target` begins with a slash
+    for folder in (here, among_runs):
         if folder.is_dir():
             return str(folder)
     names = [folder.name for folder in _run_folders()]
@@ -64,7 +65,8 @@ def resolve_target(target: str | None) -> str:
         hint = f"did you mean {near[0]!r}?"
     else:
         hint = f"runs here: {', '.join(sorted(names))}" if names else f"there is no run under {RUNS}/ here"
-    raise ConfigError(f"no store at {target!r}, nor at {str(RUNS / target)!r}; {hint}")
+    nor = f", nor at {str(among_runs)!r}" if among_runs != here else ""
+    raise ConfigError(f"no store at {target!r}{nor}; {hint}")
 
 
 def _run_folders() -> list[Path]:

@@ -57,6 +57,14 @@ class TestNamingARun:
         with pytest.raises(ConfigError, match="did you mean 'my-run'"):
             resolve_target("my-rum")
 
+    def test_a_place_that_is_looked_at_once_is_named_once(self, in_folder: Path) -> None:
+        """Below runs/ an absolute path is the same path."""
+        with pytest.raises(ConfigError) as absolute:
+            resolve_target(str(in_folder / "nothing"))
+        assert str(absolute.value).count("nothing'") == 1 and "nor at" not in str(absolute.value)
+        with pytest.raises(ConfigError, match=r"no store at 'nothing', nor at 'runs/nothing'; "):
+            resolve_target("nothing")
+
     def test_no_run_at_all(self, in_folder: Path) -> None:
         with pytest.raises(ConfigError, match="there is no run under runs/"):
             resolve_target(None)

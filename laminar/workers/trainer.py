@@ -90,6 +90,12 @@ class Trainer:
 
     async def run(self) -> None:
         """Until the run is done. Raises Fenced or LeaseLost when this life is over."""
+        try:
+            await self._run()
+        finally:
+            await self._abandon()
+
+    async def _run(self) -> None:
         async with self.relays, self.table_head, self.cursor:
             await self._restore()
             head, _ = await self.steps.head()
@@ -318,6 +324,16 @@ class Trainer:
         task, self.after_step = self.after_step, None
         if task is not None:
             await task
+
+    async def _abandon(self) -> None:
+        """End what the last step left to do: this life has ended on something else, and the next one replays it."""
+        task, self.after_step = self.after_step, None
+        if task is None:
+            return
+        task.cancel()
+        [failed] = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(failed, Exception):
+            log.error("the last step was not recorded either: %s", failed)
 
     async def _checkpoint(self) -> None:
         version = self.learner.version

@@ -4,6 +4,7 @@ each, and comes to the very bits of a run that nothing disturbed."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import time
@@ -15,7 +16,10 @@ import pytest
 import torch
 
 from laminar.buffer.keys import Keys
-from laminar.errors import Fenced, LeaseLost
+from laminar.buffer.schema import EXPERIENCE
+from laminar.buffer.steps import DecidedBatch, StepLog
+from laminar.buffer.table import MemoryTable
+from laminar.errors import CorruptSegment, Fenced, LeaseLost, StoreError
 
 STEPS = 5
 STEP = 3
@@ -131,6 +135,58 @@ async def trained_once(world: Any) -> None:
     assert groups == Counter(range(2 * STEPS))
     trajectories = Counter((r["group"], r["sample"]) for r in await world.rows("steps"))
     assert trajectories == Counter((g, s) for g in range(2 * STEPS) for s in range(2))
+
+
+async def ends_on_a_damaged_batch(make_world: MakeWorld, record: Callable[..., Awaitable[None]]) -> list[str]:
+    """A trainer that has replayed a step, whose recording goes as `record` says, and then finds the next batch damaged,
+    with an experience that cannot give it again. What the loop says of tasks that nobody awaited."""
+    world = await make_world(checkpoint_every=100)
+    life = await world.life(checkpoint_every=100)
+    STAGES["training: before the step"](life)
+    with pytest.raises(Killed):
+        await life.trainer.run()
+    await life.kill()
+    (world.root / "store" / world.decisions()[1].file).write_bytes(b"damaged")
+    world.experience = MemoryTable(EXPERIENCE)
+    life = await world.life(checkpoint_every=100)
+    life.trainer.steps.record = record
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+    with pytest.raises(CorruptSegment, match="the experience gives other bytes"):
+        await life.trainer.run()
+    assert [task for task in asyncio.all_tasks() if "Trainer." in repr(task.get_coro())] == []
+    del life.trainer
+    gc.collect()
+    await asyncio.sleep(0)
+    return told
+
+
+async def test_a_trainer_that_ends_on_a_damaged_batch_ends_what_its_last_step_left_to_do(make_world: MakeWorld) -> None:
+    async def never(*args: Any) -> None:
+        await asyncio.Event().wait()
+
+    assert await ends_on_a_damaged_batch(make_world, never) == []
+
+
+async def test_what_its_last_step_left_to_do_and_failed_is_said(
+    make_world: MakeWorld, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = asyncio.Event()
+
+    async def fails(*args: Any) -> None:
+        failed.set()
+        raise StoreError("the disk is gone")
+
+    real = StepLog.read
+
+    async def read(log: StepLog, step: int, *args: Any) -> DecidedBatch:
+        if step == 1 and log.ledger.name == "trainer-1":
+            await failed.wait()
+        return await real(log, step, *args)
+
+    monkeypatch.setattr(StepLog, "read", read)
+    assert await ends_on_a_damaged_batch(make_world, fails) == []
+    assert "the last step was not recorded either: the disk is gone" in caplog.text
 
 
 async def test_two_deaths_in_a_row_change_nothing(make_world: MakeWorld, undisturbed: dict[int, str]) -> None:

@@ -8,7 +8,11 @@ from pathlib import Path
 
 READ_BYTES = 64 << 10
 """Of the end of a log: an error and what it is wrapped in."""
-ERROR_LINE = re.compile(r"error: |\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)(: |$)|Fatal Python error: ")
+VERDICT = "error: "
+"""How the command line says what ended it; what is written after it is of the process's clearing up."""
+ERROR_LINE = re.compile(r"\w[\w.]*(Error|Exception|Exit|Interrupt|Failure)(: |$)|Fatal Python error: ")
+LOGGED_LINE = re.compile(r"\S+ +(ERROR|CRITICAL) +")
+"""As `configure_logging` has it: time, level, message."""
 LONGEST = 300
 
 
@@ -24,9 +28,13 @@ def lines_since(path: Path, start: int = 0) -> list[str]:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The line that says why a process ended, at most 300 characters: the last `error: …` or `SomeError: …`, else the
-    last line that is not empty; empty if there is none."""
-    said = [line.strip() for line in lines if line.strip()]
-    found = next((line for line in reversed(said) if ERROR_LINE.match(line)), said[-1] if said else "")
-    found = found.removeprefix("error: ")
+    """What says why a process ended, at most 300 characters: the last `error: …`, else the last `SomeError: …` or
+    message of level ERROR or CRITICAL; empty if there is none, for any other line need not have to do with it."""
+    found = ""
+    for line in (line.strip() for line in reversed(lines)):
+        if line.startswith(VERDICT):
+            found = line.removeprefix(VERDICT)
+            break
+        if not found and (ERROR_LINE.match(line) or LOGGED_LINE.match(line)):
+            found = LOGGED_LINE.sub("", line, count=1)
     return found if len(found) <= LONGEST else found[: LONGEST - 1] + "…"

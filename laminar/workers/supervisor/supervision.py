@@ -123,12 +123,14 @@ class Supervised:
             await asyncio.sleep(pause)
 
     def how(self, code: int) -> str:
-        """How the last process ended, with its last error and where the rest stands."""
+        """How the last process ended, with its last error, if it told one, and where the rest stands."""
         if code == 0:
             return "left the run"
         if code in KILLED:
             return how_ended(code)
-        return f"{how_ended(code)}: {last_error(self._lines()) or 'it wrote nothing'} (log: {self.log_file})"
+        lines = self._lines()
+        said = last_error(lines) if lines else "it wrote nothing"
+        return f"{how_ended(code)}{f': {said}' if said else ''} (log: {self.log_file})"
 
     async def stop(self, grace_s: float) -> None:
         self.stopping = True

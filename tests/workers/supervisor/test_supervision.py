@@ -45,13 +45,23 @@ def supervised(
 async def test_giving_up_shows_the_last_error(tmp_path: Path) -> None:
     ended: list[int] = []
     events: list[str] = []
-    worker = supervised([sys.executable, "-c", "raise SystemExit('no such model')"], tmp_path, ended, events)
+    worker = supervised([sys.executable, "-c", "raise SystemExit('error: no such model')"], tmp_path, ended, events)
     with pytest.raises(GaveUp, match="no such model"):
         await worker.run()
     assert len(ended) == MAX_QUICK_CRASHES
     assert events[0] == (
         f"x-0 ended with exit code 1: no such model (log: {tmp_path / 'x.log'}); starting it again in 1.0 s"
     )
+
+
+async def test_a_line_that_tells_no_error_stands_for_none(tmp_path: Path) -> None:
+    """The last thing that a worker wrote, a moment or an hour before, need not have to do with its end."""
+    events: list[str] = []
+    program = "print('2026-01-01T00:00:00.000 WARNING etcd answers again'); raise SystemExit(9)"
+    worker = supervised([sys.executable, "-c", program], tmp_path, [], events)
+    with pytest.raises(GaveUp, match="etcd answers again"):  # among the last lines, which are shown as such
+        await worker.run()
+    assert events[0] == f"x-0 ended with exit code 9 (log: {tmp_path / 'x.log'}); starting it again in 1.0 s"
 
 
 async def test_the_error_is_that_of_the_process_that_died(tmp_path: Path) -> None:
@@ -85,7 +95,13 @@ async def test_without_etcd_nothing_is_started_and_no_crash_counts(tmp_path: Pat
         ("12:00 INFO x joined\nerror: disk is full\n", "disk is full"),
         ("Traceback (most recent call last):\n  File x\nKeyError: 'a'\n\nleaked semaphore objects\n", "KeyError: 'a'"),
         ("Traceback …\nlaminar.errors.StoreError: gone\nremedy\n\n", "laminar.errors.StoreError: gone"),
-        ("only\nthis\n\n", "this"),
+        ("12:00 ERROR   the disk is gone\n12:01 WARNING etcd answers again\n", "the disk is gone"),
+        ("12:00 CRITICAL no space\n", "no space"),
+        ("ValueError: a\n12:00 ERROR   b\n12:01 INFO c\n", "b"),
+        ("12:00 ERROR   a\nTraceback …\nValueError: b\n", "ValueError: b"),
+        ("error: the batch is damaged\n12:00 ERROR   Task exception was never retrieved\n", "the batch is damaged"),
+        ("12:00 INFO    an ERROR is no level here\n", ""),
+        ("12:00 INFO    x joined\netcd answers again\n\n", ""),
         ("", ""),
         ("error: " + "x" * 400, "x" * 299 + "…"),
     ],

@@ -42,7 +42,7 @@ async def test_each_kind_of_write_waits_and_nothing_is_lost(make_world: MakeWorl
     undisturbed = await make_world()
     await (await undisturbed.life()).trainer.run()
     world = await make_world()
-    full.update({"batches/": 7, "incoming/steps/": 3, "incoming/step_metrics/": 4})
+    full.update({"batches/": 7, "incoming/steps/": 3, "incoming/step_metrics/": 4, "incoming/copies/": 5})
     await run_or_fail((await world.life()).trainer)
     assert set(full.values()) == {0} and world.head().state == "done" and len(world.decisions()) == 5
     assert await world.digests() == await undisturbed.digests()

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from laminar.buffer import claims, steps
+from laminar.buffer import claims, commits, steps
 from laminar.buffer.coordination import Transaction
 from laminar.buffer.memory_table import MemoryTable
 from laminar.buffer.partials import Partial
-from laminar.buffer.records import WeightsHead
+from laminar.buffer.records import Incoming, WeightsHead
 from laminar.buffer.session import Leadership, Session, transact_or_read_back
 from laminar.simulator.engine import SimEngine
 from laminar.simulator.learner import SimLearner
@@ -323,6 +323,18 @@ def oracle_sleeps() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def copies_not_read() -> Iterator[None]:
+    """A committer takes what a step left for lost when the first of its two files is damaged."""
+    real = commits.read_incoming
+
+    async def first_only(storage: Any, incoming: Incoming, schema: Any) -> Any:
+        return await real(storage, incoming.model_copy(update={"copied_to": ""}), schema)
+
+    with patch.object(commits, "read_incoming", first_only):
+        yield
+
+
 MUTATIONS = {
     m.__name__: m
     for m in (
@@ -352,6 +364,7 @@ CHECKS: dict[Callable[[], Any], tuple[str, int]] = {
     checkpoint_of_other_weights: ("was trained to 2 different weights", 19),
     old_version_published: ("was published after", 0),
     oracle_breaks: ("the oracle's watch ended with KeyError", 0),
+    copies_not_read: ("has no row of", 0),
     oracle_sleeps: ("the oracle saw etcd's changes up to", 0),
 }
 """Bugs that one check each is there for, with what it says of them and a seed from which on it soon does."""

@@ -9,8 +9,9 @@ chain     each relay in a network namespace of its own, with a link to each neig
           TCP's payload (`--mbit` less the headers of Ethernet, IP and TCP). Link use: of the slowest hop, payload bytes
           / (seconds from its first piece to its last x that rate).
 loopback  one hop between two processes, until the bytes lie in the arena and until they are checked, beside the
-          plain copy: sendall from one mapped buffer, recv_into another, in as large slices, no checks. Checking takes
-          a third core's work: on two cores it can only take turns with the copy.
+          plain copy: sendall from one mapped buffer, recv_into another, in as large slices. All memory, of both, was
+          touched before. Checking takes a third core's work, on two cores it can only take turns with the copy: so the
+          copy is made once without checks, and once with the checksum of each slice taken in a thread.
 Medians of `--repeats`; each repeat is a version of its own, and all times are of one monotonic clock. On a busy machine
 a relay may not answer in time, and the next one asks another: such a round is not of this chain, and is measured anew.
 """
@@ -240,29 +241,39 @@ def _round(nodes: Sequence[NodeProcess], nbytes: int, version: int) -> Round:
 # -- loopback -------------------------------------------------------------------------------------------------------
 
 COPY = """
-import mmap, socket, sys, time
-port, nbytes, size, rounds = map(int, sys.argv[1:])
+import concurrent.futures, mmap, socket, sys
+import blake3
+port, nbytes, size, rounds, checks = map(int, sys.argv[1:])
 target = mmap.mmap(-1, nbytes)
 target.write(bytes(nbytes))
+checker = concurrent.futures.ThreadPoolExecutor(1)
+check = lambda part: blake3.blake3(part).digest()
 with socket.create_connection(("127.0.0.1", port)) as sock, memoryview(target) as view:
     sock.sendall(b"r")
     for _ in range(rounds):
-        at = 0
+        at, checked, checking = 0, 0, []
         while at < nbytes:
             at += sock.recv_into(view[at : at + size])
+            while checks and checked < nbytes and at >= min(checked + size, nbytes):
+                checking.append(checker.submit(check, view[checked : checked + size]))
+                checked += size
+        concurrent.futures.wait(checking)
         sock.sendall(b"d")
+    checker.shutdown()
+    checking.clear()
 """
 
 
-def plain_copy(nbytes: int, size: int, rounds: int) -> list[float]:
-    """Seconds of each plain copy between two processes' mapped buffers."""
+def plain_copy(nbytes: int, size: int, rounds: int, *, checks: bool = False) -> list[float]:
+    """Seconds of each plain copy between two processes' mapped buffers. `checks`: with a checksum of each slice, taken
+    in a thread of the receiver."""
     source = mmap.mmap(-1, nbytes)
     source.write(os.urandom(1 << 20) * -(-nbytes // (1 << 20)) if nbytes < 1 << 20 else os.urandom(1 << 20))
     for start in range(1 << 20, nbytes, 1 << 20):
         source[start : min(nbytes, start + (1 << 20))] = source[: min(1 << 20, nbytes - start)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        command = [sys.executable, "-c", COPY, str(port), str(nbytes), str(size), str(rounds)]
+        command = [sys.executable, "-c", COPY, str(port), str(nbytes), str(size), str(rounds), str(int(checks))]
         with subprocess.Popen(command):
             peer, _ = server.accept()
             times = []
@@ -284,16 +295,20 @@ def measure_loopback(arguments: argparse.Namespace) -> None:
     with chain(["r0", "r1"], options) as nodes:
         for version in range(3):  # touches all arenas
             broadcast(nodes, version, nbytes)
-        landed, hop, plain = [], [], []
+        landed, hop, plain, checked = [], [], [], []
         for version in range(3, 3 + arguments.repeats):
             _, received = broadcast(nodes, version, nbytes)
             landed.append(received[0]["landed_s"])
             hop.append(received[0]["seconds"])
             plain.append(plain_copy(nbytes, 4 << 20, 2)[1])
-    print(f"{'plain socket copy':18} {_gigabytes(nbytes, plain)}")
+            checked.append(plain_copy(nbytes, 4 << 20, 2, checks=True)[1])
+    print(f"{'plain socket copy':19} {_gigabytes(nbytes, plain)}")
+    print(f"{'plain copy, checked':19} {_gigabytes(nbytes, checked)}")
     for name, times in (("relay hop, landed", landed), ("relay hop, checked", hop)):
-        share = statistics.median(p / t for p, t in zip(plain, times, strict=True))
-        print(f"{name:18} {_gigabytes(nbytes, times)}  {share:6.1%} of the plain copy's rate (median of pairs)")
+        bare, same = (statistics.median(p / t for p, t in zip(copy, times, strict=True)) for copy in (plain, checked))
+        shares = f"{bare:6.1%} of the plain copy's rate, {same:6.1%} of the checked one's"
+        print(f"{name:19} {_gigabytes(nbytes, times)}  {shares}")
+    print("shares are medians of pairs")
 
 
 def _gigabytes(nbytes: int, times: Sequence[float]) -> str:

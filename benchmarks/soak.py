@@ -8,8 +8,9 @@ is looked after as `laminar run` does. Now and then a rollout dies with claims, 
 registered, and trainer and committer are replaced. A step takes a fraction of a second instead of many, so what goes by
 the clock goes by steps here: cleaning every 50, etcd's compaction every minute instead of every ten.
 
-It prints a table and a verdict for each measure, from the slope over the second half: what the run has to keep (its
-rows, and a line a step in the archive of decisions) grows with it and is shown apart. Ends with an audit, and with 1 if
+It prints a table and a verdict for each measure, from the slope of its peaks over the second half (what is cleaned up now
+and then is a saw): what the run has to keep (its rows, and a line a step in the archive of decisions) grows with it and
+is shown apart. Ends with an audit, and with 1 if
 something grows or the audit finds a problem.
 """
 
@@ -61,12 +62,14 @@ KEYS = Keys("soak")
 SAMPLES, TOKENS = 2, 16
 LEASE_S = 600.0
 """Deaths are made here, not by a machine that is too busy to refresh a lease."""
-CLEAN_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS, EVALUATE_EVERY = 50, 10, 2, 100
+CLEAN_EVERY, CHECKPOINT_EVERY, KEEP_CHECKPOINTS, EVALUATE_EVERY = 50, 10, 2, 4
 ROLLOUT_DIES_EVERY, TRAINER_DIES_EVERY, COMMITTER_DIES_EVERY = 150, 700, 450
 COMMIT_RECORDS_EVERY = 4
 """What a committer that gathers for a moment finds in one go, of steps this short."""
 SAMPLE_EVERY = 50
 """Steps between two measurements, right after the cleaning."""
+PEAK_OF = 20
+"""Measurements of which the highest counts: 1,000 steps, two teeth of the saw that blocks of decisions make."""
 LIMIT = 0.1
 """Growth over the second half, as a share of its mean, up to which a measure counts as flat."""
 KEPT = ("rows (MB)", "archive (kB)")
@@ -377,13 +380,16 @@ def show(sample: dict[str, float], seconds: float, *, header: bool) -> None:
 
 
 def growth(samples: list[dict[str, float]], name: str) -> float:
-    """What a line through the second half rises over it, as a share of the second half's mean."""
+    """What a line through the peaks of the second half rises over it, as a share of their mean. Of few samples each is
+    a peak."""
     half = samples[len(samples) // 2 :]
-    steps, values = [s["step"] for s in half], [s[name] for s in half]
+    each = PEAK_OF if len(half) >= 3 * PEAK_OF else 1
+    peaks = [max(half[i : i + each], key=lambda s: s[name]) for i in range(len(half) % each, len(half), each)]
+    values = [s[name] for s in peaks]
     mean = statistics.fmean(values)
-    if len(half) < 2 or not mean:
+    if len(peaks) < 2 or not mean:
         return 0.0
-    return statistics.linear_regression(steps, values).slope * (steps[-1] - steps[0]) / mean
+    return statistics.linear_regression(range(len(peaks)), values).slope * (len(peaks) - 1) / mean
 
 
 def verdicts(samples: list[dict[str, float]]) -> dict[str, str]:

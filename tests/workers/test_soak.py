@@ -56,6 +56,10 @@ def test_the_verdict_tells_a_slope_from_a_saw(soak: ModuleType) -> None:
     saw = [{"step": n, "files": 100 + n % 7, "rows (MB)": n} for n in range(100)]
     assert soak.verdicts(saw)["files"].startswith("flat")
     assert soak.verdicts(saw)["rows (MB)"].startswith("kept by design")
+    teeth = [{"step": n, "files": 70 + 45 * (n % 10)} for n in range(200)]
+    assert soak.verdicts(teeth)["files"] == "flat (+0.0% over the second half)"
+    rising = [{"step": n, "files": 70 + 45 * (n % 10) + n} for n in range(200)]
+    assert soak.verdicts(rising)["files"].startswith("GROWING")
     slope = [{"step": n, "files": 100 + n} for n in range(100)]
     assert soak.verdicts(slope)["files"].startswith("GROWING")
     assert soak.verdicts([{"step": n, "files": 0} for n in range(4)])["files"].startswith("flat")

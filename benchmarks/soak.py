@@ -8,10 +8,9 @@ is looked after as `laminar run` does. Now and then a rollout dies with claims, 
 registered, and trainer and committer are replaced. A step takes a fraction of a second instead of many, so what goes by
 the clock goes by steps here: cleaning every 50, etcd's compaction every minute instead of every ten.
 
-It prints a table and a verdict for each measure, from the slope of its peaks over the second half (what is cleaned up now
-and then is a saw): what the run has to keep (its rows, and a line a step in the archive of decisions) grows with it and
-is shown apart. Ends with an audit, and with 1 if
-something grows or the audit finds a problem.
+It prints a table and a verdict for each measure, from the slope of its peaks over the second half (what is cleaned up
+now and then is a saw): what the run has to keep (its rows, and a line a step in the archive of decisions) grows with it
+and is shown apart. Ends with an audit, and with 1 if something grows or the audit finds a problem.
 """
 
 from __future__ import annotations

@@ -379,16 +379,16 @@ def show(sample: dict[str, float], seconds: float, *, header: bool) -> None:
 
 
 def growth(samples: list[dict[str, float]], name: str) -> float:
-    """What a line through the peaks of the second half rises over it, as a share of their mean. Of few samples each is
-    a peak."""
-    half = samples[len(samples) // 2 :]
+    """What a line through the peaks of the second half rises over it, as a share of their mean; 0 if none is above the
+    first half's highest. Of few samples each is a peak."""
+    middle = len(samples) // 2
+    half = samples[middle:]
     each = PEAK_OF if len(half) >= 3 * PEAK_OF else 1
-    peaks = [max(half[i : i + each], key=lambda s: s[name]) for i in range(len(half) % each, len(half), each)]
-    values = [s[name] for s in peaks]
-    mean = statistics.fmean(values)
-    if len(peaks) < 2 or not mean:
+    peaks = [max(s[name] for s in half[i : i + each]) for i in range(len(half) % each, len(half), each)]
+    mean = statistics.fmean(peaks)
+    if len(peaks) < 2 or not mean or max(peaks) <= max((s[name] for s in samples[:middle]), default=0.0):
         return 0.0
-    return statistics.linear_regression(range(len(peaks)), values).slope * (len(peaks) - 1) / mean
+    return statistics.linear_regression(range(len(peaks)), peaks).slope * (len(peaks) - 1) / mean
 
 
 def verdicts(samples: list[dict[str, float]]) -> dict[str, str]:

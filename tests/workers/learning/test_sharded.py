@@ -59,11 +59,13 @@ def leader_of(learner_of: Any) -> Iterator[Callable[..., LeadingLearner]]:
 
 
 def ranks_of(process: int) -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process(process).children(recursive=True)
-        if "laminar.workers.learning.sharded.process" in child.cmdline()
-    ]
+    def is_rank(child: psutil.Process) -> bool:
+        try:
+            return "laminar.workers.learning.sharded.process" in child.cmdline()
+        except psutil.NoSuchProcess:  # a zombie, also one that another test left to this process
+            return False
+
+    return [child for child in psutil.Process(process).children(recursive=True) if is_rank(child)]
 
 
 def assert_near(found: float | None, expected: float | None, tolerance: float, name: str = "") -> None:

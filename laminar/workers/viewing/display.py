@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from laminar.buffer.space import says_full
+from laminar.workers.viewing.absence import Absences, absent
 
 HEARTBEAT_S = 30.0
 """In plain output a line is due at least this often, so that a long start or step does not look like a hang."""
@@ -72,11 +73,13 @@ class Snapshot:
     events: tuple[Event, ...] = ()
 
 
-def render(snapshot: Snapshot) -> RenderableType:
-    """Progress, the figures that matter, the workers, the last events; about 80 columns wide."""
+def render(snapshot: Snapshot, away: Mapping[str, float] | None = None) -> RenderableType:
+    """Progress, the figures that matter, the workers, the last events; about 80 columns wide. `away`: seconds for which
+    a kind of worker has nobody alive."""
     parts: list[RenderableType] = [_progress(snapshot), _figures(snapshot)]
     if snapshot.workers:
         parts.append(_workers(snapshot.workers))
+    parts += [Text(f"  {absent(kind, seconds)}", style="red") for kind, seconds in (away or {}).items()]
     parts += [Text(f"  {event.text}", style="yellow", overflow="ellipsis", no_wrap=True) for event in _last(snapshot)]
     return Group(*parts)
 
@@ -182,6 +185,7 @@ class Display:
     console: Console = field(default_factory=Console)
     _live: Live | None = None
     _shown: _Shown = field(default_factory=_Shown)
+    _absences: Absences = field(default_factory=Absences)
 
     def __post_init__(self) -> None:
         if not self.console.is_terminal or os.environ.get("CI"):
@@ -201,13 +205,16 @@ class Display:
             self._live = None
 
     def update(self, snapshot: Snapshot) -> None:
+        told = self._absences.look({worker.kind for worker in snapshot.workers}, snapshot.elapsed_s)
         if self._live is not None:
-            self._live.update(render(snapshot), refresh=True)
+            self._live.update(render(snapshot, self._absences.away), refresh=True)
             return
         for event in snapshot.events:
             if event.number > self._shown.event:
                 self._shown.event = event.number
                 self._print(event.text)
+        for sentence in told:
+            self._print(sentence)
         if snapshot.step != self._shown.step or snapshot.elapsed_s - self._shown.at_s >= HEARTBEAT_S:
             self._shown.step, self._shown.at_s = snapshot.step, snapshot.elapsed_s
             self._print(plain_line(snapshot))

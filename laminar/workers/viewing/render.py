@@ -219,10 +219,11 @@ def _live(live: LiveStatus) -> RenderableType:
     lines = []
     if head is not None:
         reason = f" ({head.reason})" if head.reason else ""
-        lines.append(
-            f"trainer     {head.state}{reason}: {head.step} steps trained, {head.decided} decided, "
-            f"checkpoint {head.checkpoint}"
-        )
+        state: str = head.state
+        if state == "running" and all(worker.kind != "trainer" for worker in live.workers):
+            state = "none is alive"
+        checkpoint = f"checkpoint {head.checkpoint}" if head.checkpoint >= 0 else "no checkpoint"
+        lines.append(f"trainer     {state}{reason}: {head.step} steps trained, {head.decided} decided, {checkpoint}")
     if weights is not None:
         size = f"{weights.bytes / 2**20:.1f} MiB"
         lines.append(f"weights     version {weights.version}, digest {weights.digest[:12]}, {size}")

@@ -216,7 +216,10 @@ class TestLiveStatus:
             ("trainer", None, False, "waiting for groups"),
         ]
         text = text_of(rendering.status(RunStatus("my-run", "runs/my-run", 40, live, "", None)), width=100)
-        assert "running: 4 steps trained, 5 decided" in text
+        assert "running: 4 steps trained, 5 decided, checkpoint 0" in text
+        alone = replace(live, workers=live.workers[:1])
+        text_of_it = text_of(rendering.status(RunStatus("my-run", "runs/my-run", 40, alone, "", None)), width=100)
+        assert "none is alive: 4 steps trained, 5 decided" in text_of_it
         assert "weights     version 4, digest dddddddddddd, 2.0 MiB" in text
         assert "uncommitted 7 experience" in text and "manager 3-cc" in text
         assert "moved       3 handed over by repack, 2 taken over, 1,200 tokens prefilled again" in text

@@ -123,6 +123,19 @@ class MemoryStorage:
         """Bytes of each file under `prefix`."""
         return {p: len(f.data) for p, f in self._files.items() if p.startswith(f"{prefix}/")}
 
+    async def spoil(self, how: str, *paths: str) -> None:
+        """Damage files as `how` says: `missing`, `truncated` to a half, or `flipped`, one bit in the middle."""
+        for path in paths:
+            data = await self.read(path)
+            if how == "missing":
+                await self.delete(path)
+            elif how == "truncated":
+                await self.write(path, data[: len(data) // 2], overwrite=True)
+            elif how == "flipped":
+                self.flip(path, len(data) // 2, 3)
+            else:
+                raise ValueError(f"{how!r} is not missing, truncated or flipped")
+
     def flip(self, path: str, offset: int, bit: int) -> None:
         self._files[path].data[offset] ^= 1 << bit
 

@@ -348,17 +348,6 @@ async def test_a_registered_segment_that_cannot_be_read_is_reported(store: Store
     assert len(problems) == 1 and path in problems[0]
 
 
-async def spoil(storage: MemoryStorage, how: str, *paths: str) -> None:
-    for path in paths:
-        data = await storage.read(path)
-        await storage.delete(path)
-        if how == "truncated":
-            await storage.write(path, data[: len(data) // 2])
-        elif how == "flipped":
-            await storage.write(path, data)
-            storage.flip(path, len(data) // 2, 3)
-
-
 async def step_to_commit(store: Store) -> None:
     rows = (await store.tables["experience"].read()).slice(2, 2)
     await store.steps.decide(1, rows.append_column("use", pa.array(["train"] * 2)).cast(BATCH), [1], {})
@@ -380,7 +369,7 @@ async def test_what_a_step_left_is_there_as_long_as_one_of_its_files_is(
     store: Store, table: str, folder: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await step_to_commit(store)
-    await spoil(store.storage, how, f"{folder}/{table}/t-step-000000001.arrow")
+    await store.storage.spoil(how, f"{folder}/{table}/t-step-000000001.arrow")
     assert check(await store.gather()).problems == []
     said = [r.getMessage() for r in caplog.records if "its copy is used" in r.getMessage()]
     assert len(said) == (folder == "incoming")
@@ -396,7 +385,7 @@ async def test_what_a_step_left_and_both_files_lost_is_reported_before_and_after
 ) -> None:
     await step_to_commit(store)
     name = f"{table}/t-step-000000001.arrow"
-    await spoil(store.storage, how, f"incoming/{name}", f"incoming/copies/{name}")
+    await store.storage.spoil(how, f"incoming/{name}", f"incoming/copies/{name}")
     rows, lost = LOST[table]
     before = check(await store.gather()).problems
     assert before[1:] == [lost]

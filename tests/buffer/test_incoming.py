@@ -54,17 +54,6 @@ class Steps:
             self.name, TABLES[self.name], self.table, actor.coordination, KEYS, actor.ledger, self.storage
         )
 
-    async def spoil(self, how: str, *paths: str) -> None:
-        storage = self.storage
-        for path in paths:
-            data = await storage.read(path)
-            if how == "missing":
-                await storage.delete(path)
-            elif how == "truncated":
-                await storage.write(path, data[: len(data) // 2], overwrite=True)
-            else:
-                storage.flip(path, len(data) // 2, 3)
-
     def registered(self) -> bool:
         return self.server.get(KEYS.incoming(self.name, "step-000000000")) is not None
 
@@ -87,7 +76,7 @@ async def test_what_a_step_left_is_committed_from_the_file_that_is_sound(
     start: Start, table: str, which: int, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = await Steps.make(start, table)
-    await steps.spoil(how, steps.files[which])
+    await steps.storage.spoil(how, steps.files[which])
     assert await (await steps.committer()).run_once() == 1
     assert await steps.table.count() == 1 and not steps.registered() and await steps.left() == []
     said = [r.getMessage() for r in caplog.records if "its copy is used" in r.getMessage()]
@@ -100,7 +89,7 @@ async def test_what_a_step_left_is_lost_with_both_of_its_files(
     start: Start, table: str, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = await Steps.make(start, table)
-    await steps.spoil(how, *steps.files)
+    await steps.storage.spoil(how, *steps.files)
     assert await (await steps.committer()).run_once() == 0
     assert await steps.table.count() == 0 and not steps.registered()
     assert "its 1 rows are lost" in caplog.text and steps.files[0] in caplog.text
@@ -111,7 +100,7 @@ async def test_what_a_step_left_is_lost_with_both_of_its_files(
 async def test_a_file_that_cannot_be_read_for_now_is_no_lost_one(start: Start, table: str, damaged: int) -> None:
     """The other is damaged: whether the rows are lost is known once the disk answers again."""
     steps = await Steps.make(start, table)
-    await steps.spoil("flipped", steps.files[damaged])
+    await steps.storage.spoil("flipped", steps.files[damaged])
 
     def failing(verb: str, path: str) -> None:
         if verb == "read" and path == steps.files[1 - damaged]:
@@ -194,5 +183,5 @@ async def test_the_digest_of_a_version_is_known_as_long_as_one_file_is_sound(
     start: Start, spoiled: tuple[int, ...], how: str
 ) -> None:
     steps = await Steps.make(start, "step_metrics")
-    await steps.spoil(how, *(steps.files[n] for n in spoiled))
+    await steps.storage.spoil(how, *(steps.files[n] for n in spoiled))
     assert await steps.log.digests(MemoryTable(STEP_METRICS)) == ({} if len(spoiled) == 2 else {1: "d1"})

@@ -346,17 +346,6 @@ async def test_a_damaged_segment_counts_as_not_there(world: World) -> None:
     assert await world.problems(keys) == []
 
 
-async def spoil(storage: MemoryStorage, how: str, *paths: str) -> None:
-    for path in paths:
-        data = await storage.read(path)
-        if how == "missing":
-            await storage.delete(path)
-        elif how == "truncated":
-            await storage.write(path, data[: len(data) // 2], overwrite=True)
-        else:
-            storage.flip(path, len(data) // 2, 3)
-
-
 HOW = pytest.mark.parametrize("how", ["flipped", "missing", "truncated"])
 OF_STEPS = pytest.mark.parametrize("table", ["steps", "step_metrics"])
 
@@ -367,7 +356,7 @@ OF_STEPS = pytest.mark.parametrize("table", ["steps", "step_metrics"])
 async def test_what_a_step_left_is_recovered_once_from_the_file_that_is_sound(
     world: World, table: str, folder: str, how: str
 ) -> None:
-    await spoil(world.storage, how, f"{folder}/{table}/t-step-000000000.arrow")
+    await world.storage.spoil(how, f"{folder}/{table}/t-step-000000000.arrow")
     for _ in range(2):  # what a recovery left is what the next one begins with
         world.lose_etcd()
         recovery, keys = await world.recover()
@@ -389,7 +378,7 @@ async def test_a_step_is_recorded_again_if_both_files_of_what_it_left_are_damage
     world: World, table: str, how: str
 ) -> None:
     paths = [f"{folder}/{table}/t-step-000000000.arrow" for folder in ("incoming", "incoming/copies")]
-    await spoil(world.storage, how, *paths)
+    await world.storage.spoil(how, *paths)
     world.lose_etcd()
     recovery, keys = await world.recover()
     assert recovery.trainer.step == 0 and not [s for s in recovery.segments if s.table != "experience"]

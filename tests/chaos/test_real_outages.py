@@ -138,7 +138,7 @@ def test_damaged_logs_of_dead_rollouts_are_told_and_generated_again(
     """Three rollouts die at the same moment, each with another damage to its log: a torn end is normal, a flipped bit
     and a zeroed page are reported. Whoever adopts their trajectories goes on after the last good row."""
     long = ("sampling.max_tokens=24", "rollout.max_running=32", "rollout.flush_interval=0.1")
-    run = real_run(SHORT_LEASE, "run.max_steps=16", *long)
+    run = real_run(SHORT_LEASE, "run.max_steps=24", *long)
     damages = (tear_end, flip_bit, zero_page)
     seen = run.begin(step=1, by_hand=["rollout"] * len(damages))
 
@@ -154,6 +154,7 @@ def test_damaged_logs_of_dead_rollouts_are_told_and_generated_again(
             return False
         # While one is looked at, another may come to an end of all that it has.
         signal_all(signal.SIGSTOP)
+        time.sleep(0.3)  # what they sent before they were stopped may still arrive, and be seen late
         if all(len(seen.claims_of(d)) > 4 for d in ids()):
             return True
         signal_all(signal.SIGCONT)

@@ -5,17 +5,19 @@
                                C ▇▇▁▁▁▁▁▁▁▁   2                    C            empty: takes version 8 at once
 
 Best-fit consolidation: candidates from the emptiest on, each wholly into the fullest one that still takes it. What the
-plan keeps: no trajectory moves twice; a destination is never also a source; with its present tokens and those to be
-expected nobody exceeds its KV cache, and nobody its batch limit; each move shortens the time for which rollouts are
-held by old versions by more than it costs; no more rollouts are emptied than there is work for; equal loads give equal
-plans.
+plan keeps: no trajectory moves twice; a destination is never also a source; nobody exceeds its KV cache, now or at
+any moment to come as far as growth and ends can be expected, and nobody its batch limit; each move shortens the time
+for which rollouts are held by old versions by more than it costs; no more rollouts are emptied than there is work for;
+equal loads give equal plans.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,12 @@ from laminar.buffer.records import Load
 
 MAX_KV_SHARE = 0.99
 """Of a KV cache that a plan fills, growth included (the paper's C_max)."""
+DEVIATIONS = 1.0
+"""Of the tokens at a moment to come, in standard deviations above what is expected, that a plan leaves room for."""
+MOMENTS = np.array([0.0, *2.0 ** np.arange(-5, 1)])
+"""At which a plan looks ahead, in parts of the longest growth that is expected of anyone."""
+SINGLY = 4
+"""The fullest that takes a tail is nearly always among the first that are looked at; to look at all is dearer."""
 KNEE = 1.5
 """A decode step of `batch_limit` trajectories takes this many times as long as one of one trajectory."""
 HAND_OVER_S = 0.3
@@ -84,9 +92,15 @@ class Draining:
         return max(self.kv_tokens, sum(t.tokens for t in self.tail))
 
     @cached_property
+    def beside(self) -> int:
+        """Tokens in its KV cache that are not of its tail."""
+        return self.used - sum(t.tokens for t in self.tail)
+
+    @cached_property
     def expected(self) -> int:
-        """Tokens in its KV cache if all that it has grew to its end before anything of it ended."""
-        return self.used + sum(t.growth for t in self.tail)
+        """Tokens in its KV cache at the fullest moment to come, as far as can be expected."""
+        longest = max((t.growth for t in self.tail), default=0)
+        return self.beside + math.ceil(float(fullest_moment(outlooks(self.tail, longest * MOMENTS).sum(axis=0))))
 
     def is_candidate(self) -> bool:
         """Nothing waits in it, and it is below both limits: the tail of a drain, not its bulk."""
@@ -104,6 +118,28 @@ class Handing:
     trajectory: str
     source: str
     target: str
+
+
+# -- the KV cache in the time to come -----------------------------------------------------------------------------
+
+
+def outlooks(tail: Sequence[Unfinished], moments: np.ndarray) -> np.ndarray:
+    """What each of `tail` will hold of a KV cache, once so many more tokens are written of each as `moments` says (K).
+
+    Returns float64 (len(tail), 2, K): the expected tokens and their variance; for several, their sums. One of which
+    `growth` more tokens are expected is still there after t of them with probability exp(-t / growth), has t more
+    then, and holds nothing once it has ended: while the long ones grow the short ones go, and a cache never holds the
+    ends of all."""
+    known = np.array([(t.tokens, t.growth) for t in tail], dtype=np.float64).reshape(-1, 2)
+    held, alive = known[:, :1] + moments, np.exp(-moments / np.maximum(known[:, 1:], 1e-9))
+    expected = alive * held
+    return np.stack([expected, expected * (held - expected)], axis=1)
+
+
+def fullest_moment(outlook: np.ndarray) -> np.ndarray:
+    """Tokens to leave room for: (..., 2, K) to (...)."""
+    tokens: np.ndarray = outlook[..., 0, :] + DEVIATIONS * np.sqrt(outlook[..., 1, :])
+    return np.asarray(tokens.max(axis=-1))
 
 
 # -- the cost model ---------------------------------------------------------------------------------------------
@@ -135,8 +171,16 @@ def gain_s(source: Draining, destinations: Iterable[tuple[Draining, Draining]]) 
 
 # -- the plan ---------------------------------------------------------------------------------------------------
 
-Parts = list[tuple[int, tuple[Unfinished, ...]]]
-"""Places of destinations, and what of a source's tail goes to each."""
+
+class Part(NamedTuple):
+    """Of a source's tail, and what it will hold of a KV cache: (2, K)."""
+
+    tail: tuple[Unfinished, ...]
+    outlook: np.ndarray
+
+
+Parts = list[tuple[int, Part]]
+"""Places of destinations, and what goes to each."""
 
 
 def plan(rollouts: Iterable[Draining], work: int | None = None) -> list[Handing]:
@@ -166,15 +210,15 @@ def _consolidate(candidates: Sequence[Draining], work: int | None) -> tuple[list
         if place in targets or not source.settled:
             continue
         parts = _whole(source, place, space) or _by_groups(source, place, space)
-        after = [space.rollouts[target].taking(tail) for target, tail in parts]
+        after = [space.rollouts[target].taking(part.tail) for target, part in parts]
         before = [space.rollouts[target] for target, _ in parts]
         if not parts or gain_s(source, zip(before, after, strict=True)) <= 0:
             continue
         space.remove(place)
-        for (target, tail), filled in zip(parts, after, strict=True):
-            space.put(target, tail, filled)
+        for (target, part), filled in zip(parts, after, strict=True):
+            space.put(target, part, filled)
             targets.add(target)
-            result += [Handing(t.trajectory, source.id, order[target].id) for t in tail]
+            result += [Handing(t.trajectory, source.id, order[target].id) for t in part.tail]
         work = work and work - source.batch_limit
     return result, work
 
@@ -185,47 +229,67 @@ class _Space:
     def __init__(self, rollouts: Sequence[Draining]) -> None:
         self.rollouts = list(rollouts)
         self.used = np.array([r.used for r in rollouts], dtype=np.int64)
-        self.tokens = np.array([int(MAX_KV_SHARE * r.kv_capacity) - r.expected for r in rollouts], dtype=np.int64)
+        self.room = np.array([MAX_KV_SHARE * r.kv_capacity - r.beside for r in rollouts])
         self.slots = np.array([r.batch_limit - len(r.tail) for r in rollouts], dtype=np.int64)
+        everyone = [t for r in rollouts for t in r.tail]
+        self.moments = max(t.growth for t in everyone) * MOMENTS
+        firsts = np.cumsum([0, *(len(r.tail) for r in rollouts[:-1])])
+        self.outlooks = np.add.reduceat(outlooks(everyone, self.moments), firsts, axis=0)
+
+    def outlook(self, tail: Sequence[Unfinished]) -> np.ndarray:
+        return np.asarray(outlooks(tail, self.moments).sum(axis=0))
 
     def without(self, place: int) -> _Space:
         """A copy to try with, in which nothing goes to `place`."""
         copy = object.__new__(_Space)
-        copy.rollouts = list(self.rollouts)
-        copy.used, copy.tokens, copy.slots = self.used.copy(), self.tokens.copy(), self.slots.copy()
+        copy.rollouts, copy.moments, copy.room = list(self.rollouts), self.moments, self.room
+        copy.used, copy.slots, copy.outlooks = self.used.copy(), self.slots.copy(), self.outlooks.copy()
         copy.remove(place)
         return copy
 
     def remove(self, place: int) -> None:
         self.slots[place] = -1
 
-    def put(self, place: int, tail: Sequence[Unfinished], filled: Draining) -> None:
-        """`filled`: what is at `place` with `tail`."""
+    def put(self, place: int, part: Part, filled: Draining) -> None:
+        """`filled`: what is at `place` with it."""
         self.rollouts[place] = filled
         self.used[place] = filled.used
-        self.tokens[place] -= sum(t.tokens + t.growth for t in tail)
-        self.slots[place] -= len(tail)
+        self.outlooks[place] += part.outlook
+        self.slots[place] -= len(part.tail)
 
-    def fullest(self, tail: Sequence[Unfinished], but: int | None = None) -> int | None:
-        """The fullest place, other than `but`, that takes all of `tail`; among equals one with samples of its groups,
-        then the first."""
-        fitting = (self.slots >= len(tail)) & (self.tokens >= sum(t.tokens + t.growth for t in tail))
+    def fullest(self, part: Part, but: int | None = None) -> int | None:
+        """The fullest place, other than `but`, that takes all of it; among equals one with samples of its groups, then
+        the first."""
+        filled = np.where(self.slots >= len(part.tail), self.used, -1)
         if but is not None:
-            fitting[but] = False
-        filled = np.where(fitting, self.used, -1)
-        most = filled.max()
-        if most < 0:
+            filled[but] = -1
+        for _ in range(SINGLY):
+            most = filled.max()
+            if most < 0:
+                return None
+            equals = np.flatnonzero(filled == most)
+            if len(fitting := self._fitting(equals, part)):
+                return self._nearest(fitting, part)
+            filled[equals] = -1
+        fitting = self._fitting(np.flatnonzero(filled >= 0), part)
+        if not len(fitting):
             return None
-        equals = np.flatnonzero(filled == most)
-        if len(equals) == 1:
-            return int(equals[0])
-        groups = {t.group for t in tail}
-        return int(max(equals, key=lambda i: (sum(t.group in groups for t in self.rollouts[i].tail), -i)))
+        return self._nearest(fitting[filled[fitting] == filled[fitting].max()], part)
+
+    def _fitting(self, places: np.ndarray, part: Part) -> np.ndarray:
+        return np.asarray(places[fullest_moment(self.outlooks[places] + part.outlook) <= self.room[places]])
+
+    def _nearest(self, places: np.ndarray, part: Part) -> int:
+        if len(places) == 1:
+            return int(places[0])
+        groups = {t.group for t in part.tail}
+        return int(max(places, key=lambda i: (sum(t.group in groups for t in self.rollouts[i].tail), -i)))
 
 
 def _whole(source: Draining, place: int, space: _Space) -> Parts:
-    target = space.fullest(source.tail, but=place)
-    return [] if target is None else [(target, source.tail)]
+    part = Part(source.tail, space.outlooks[place])
+    target = space.fullest(part, but=place)
+    return [] if target is None else [(target, part)]
 
 
 def _by_groups(source: Draining, place: int, space: _Space) -> Parts:
@@ -234,17 +298,19 @@ def _by_groups(source: Draining, place: int, space: _Space) -> Parts:
     groups: dict[int, tuple[Unfinished, ...]] = {}
     for t in source.tail:
         groups[t.group] = (*groups.get(t.group, ()), t)
-    parts: dict[int, tuple[Unfinished, ...]] = {}
+    parts: dict[int, Part] = {}
     if len(groups) == 1:
         return []
     free = space.without(place)
     for _, tail in sorted(groups.items(), key=lambda item: (-sum(t.tokens for t in item[1]), item[0])):
-        target = free.fullest(tail)
+        part = Part(tail, space.outlook(tail))
+        target = free.fullest(part)
         if target is None:
             return []
-        free.put(target, tail, free.rollouts[target].taking(tail))
-        parts[target] = (*parts.get(target, ()), *tail)
-    return sorted(parts.items())
+        free.put(target, part, free.rollouts[target].taking(tail))
+        known = parts.get(target)
+        parts[target] = Part((*known.tail, *tail), known.outlook + part.outlook) if known else part
+    return sorted(parts.items(), key=lambda item: item[0])
 
 
 # -- a rollout that rests ---------------------------------------------------------------------------------------

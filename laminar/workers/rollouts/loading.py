@@ -115,17 +115,21 @@ class Loader:
             log.info("waiting for the relay to hold version %d", version)
             await self.rollout.clock.sleep(self.rollout.ledger.jitter(0.5))
             return False
-        for held in [h for h in await self.rollout.waiting() if h.claim.version == version]:
-            if self.rollout.config.rollout.on_version_lost == "restart":
+        then = self.rollout.config.rollout.on_version_lost
+        waiting = [h for h in await self.rollout.waiting() if h.claim.version == version]
+        if waiting:
+            log.warning(
+                "version %d is lost: %d waiting trajectories, %012d-%03d the first, %s under version %d "
+                "(rollout.on_version_lost)", version, len(waiting), *waiting[0].id, then, published.version,
+            )  # fmt: skip
+        for held in waiting:
+            if then == "restart":
                 claim: Claim = claims.restarted(
                     held.claim, version=published.version, error=f"version {version} was lost", counts=False
                 ).model_copy(update={"state": "waiting"})
             else:
                 claim = held.claim.model_copy(update={"version": published.version})
-            log.warning(
-                "version %d is lost: trajectory %012d-%03d %ss under version %d",
-                version, *held.id, self.rollout.config.rollout.on_version_lost, published.version,
-            )  # fmt: skip
+            log.info("trajectory %012d-%03d: %s under version %d", *held.id, then, published.version)
             await self.rollout.ledger.update(held, claim)
         await self.rollout.evaluator.give_up(version)
         return True

@@ -1,8 +1,10 @@
 """Where each tensor of a version lies in one flat buffer, and how the bytes are checked.
 
 The order is canonical (sorted by name) and offsets are 64-byte aligned, so that equal tensors give equal layouts
-and equal digests on every host. Checksums are BLAKE3, 32 bytes a chunk: it names a version across hosts, so a
-non-cryptographic hash would be too weak, and its 4-5 GB/s a core runs in the relay, not in the trainer.
+and equal digests on every host. Checksums are BLAKE3, 32 bytes a chunk. They name a version across hosts, and they are
+all that keeps somebody on the way from changing weights: chunks are sent without a tag. XXH3 takes a fifth of the time
+(48 against 226 ms of a core a GiB) and would keep out accidents only. The 4-5 GB/s a core are the relay's, not the
+trainer's.
 """
 
 from __future__ import annotations

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from laminar.relay.chunks import best_grain
 from laminar.relay.layout import Layout
 from laminar.relay.pull import Repair
-from laminar.relay.transport.base import VersionName
+from laminar.relay.transport.base import VersionHeader, VersionName
 from laminar.relay.ways import WayChoice
 
 USUAL_RATE = 1e9
 """Bytes a second that a link is taken for until one was measured."""
+HANDLING_S = 200e-6
+"""Seconds that a piece costs beside its bytes and the way there and back."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,35 @@ class Hop:
 
 
 @dataclass
+class Measures:
+    """Of a transfer under way: moments of the loop's time (0: not yet), and what `Hop` says at its end. `differences`:
+    pieces that came as such."""
+
+    began: float = 0.0
+    first_at: float = 0.0
+    landed_at: float = 0.0
+    peers: list[str] = field(default_factory=list)
+    grain: int = 1
+    received: int = 0
+    differences: int = 0
+
+    def hop(self, header: VersionHeader, repairs: Sequence[Repair], now: float) -> Hop:
+        """The version of `header` is complete."""
+        return Hop(
+            header.name,
+            tuple(self.peers),
+            header.layout.total_bytes,
+            self.received,
+            now - self.began,
+            (self.first_at or now) - self.began,
+            (self.landed_at or now) - self.began,
+            now,
+            self.grain * header.chunk_bytes,
+            tuple(repairs),
+        )
+
+
+@dataclass
 class Tuning:
     """What the next transfer starts from: the rate of the last one (bytes a second), and streams a hop."""
 
@@ -52,3 +85,20 @@ class Tuning:
     deltas: bool = True
     """Whether differences to the newest version here are asked for, where they are faster."""
     way: WayChoice = field(default_factory=WayChoice)
+
+    def grain_for(self, header: VersionHeader, *, relays: int, round_trip_s: float) -> int:
+        """Chunks of a piece, in a chain of so many relays. Checking a piece is one more stage of it, which works while
+        the next piece comes."""
+        return self.grain or best_grain(
+            header.layout.total_bytes,
+            relays + 1,
+            header.chunk_bytes,
+            seconds_a_byte=1 / self.rate,
+            seconds_a_piece=round_trip_s + HANDLING_S,
+        )
+
+    def learn(self, hop: Hop, layout: Layout, *, differences: bool) -> None:
+        """What a finished transfer showed."""
+        self.rate = hop.rate
+        self.way.measured(hop.rate, delta=differences)
+        self.layout = layout

@@ -21,11 +21,10 @@ from functools import partial
 from laminar.errors import WeightsError
 from laminar.relay.arena import Arena
 from laminar.relay.chain import Candidate
-from laminar.relay.chunks import ChunkSet, Piece, best_grain
+from laminar.relay.chunks import ChunkSet, Piece
 from laminar.relay.hindrance import Hindrances
 from laminar.relay.holdings import Holdings
-from laminar.relay.hops import Hop, Tuning
-from laminar.relay.protocol import VersionInfo
+from laminar.relay.hops import Hop, Measures, Tuning
 from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Phase, Pull, Reserve
 from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import (
@@ -43,8 +42,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 1.0
 """Seconds to reach a peer and prove the secret; others are tried meanwhile."""
-HANDLING_S = 200e-6
-"""Seconds that a piece costs beside its bytes and the way there and back."""
 CHECKING = 2
 """Pieces of a stream that may wait for their check while the next one arrives."""
 
@@ -85,14 +82,8 @@ class Transfer:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._reserving: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._began = 0.0
-        self._first_at = 0.0
-        self._landed_at = 0.0
-        self._served_by: list[str] = []
-        self._grain = 1
+        self._measures = Measures()
         self._base: Source | None = None
-        self._received = 0
-        self._differences = 0
 
     # -- from outside -------------------------------------------------------------------------------------------
 
@@ -143,27 +134,13 @@ class Transfer:
             raise cancelled
 
     def _finish(self, arriving: Arriving) -> Hop:
-        info: VersionInfo = self._holdings.complete(arriving)
-        header = arriving.header
-        seconds = self._now() - self._began
-        hop = Hop(
-            header.name,
-            tuple(self._served_by),
-            info.bytes,
-            self._received,
-            seconds,
-            (self._first_at or self._now()) - self._began,
-            (self._landed_at or self._now()) - self._began,
-            self._now(),
-            self._grain * header.chunk_bytes,
-            tuple(self.pull.repairs),
-        )
-        self._tuning.rate = hop.rate
-        self._tuning.way.measured(hop.rate, delta=self._differences > 0)
-        self._tuning.layout = header.layout
+        self._holdings.complete(arriving)
+        header, measures = arriving.header, self._measures
+        hop = measures.hop(header, self.pull.repairs, self._now())
+        self._tuning.learn(hop, header.layout, differences=measures.differences > 0)
         log.info(
             "received version=%s from=%s bytes=%d sent=%d seconds=%.3f rate=%.0f repairs=%d",
-            header.name, ",".join(hop.peers), hop.nbytes, hop.received, seconds, hop.rate, len(hop.repairs),
+            header.name, ",".join(hop.peers), hop.nbytes, hop.received, hop.seconds, hop.rate, len(hop.repairs),
         )  # fmt: skip
         return hop
 
@@ -309,7 +286,7 @@ class Transfer:
                 self._holdings.skip(header.name)
         except WeightsError as e:
             problem = str(e)
-        self._began = self._began or self._now()
+        self._measures.began = self._measures.began or self._now()
         self._do(self.pull.reserved(self._now(), problem=problem))
 
     # -- receiving ----------------------------------------------------------------------------------------------
@@ -321,23 +298,15 @@ class Transfer:
         assert missing is not None and header is not None
         if len(missing) == 0:
             return
-        self._served_by.append(relay)
-        self._grain = grain = self._choose_grain(header, peer.links[0])
+        round_trip_s = peer.links[0].round_trip_s
+        grain = self._tuning.grain_for(header, relays=self._relays, round_trip_s=round_trip_s)
+        self._measures.peers.append(relay)
+        self._measures.grain = grain
         streams = max(1, min(self._tuning.streams, len(missing) // grain))
         shares = [missing.every(streams, i, grain) for i in range(streams)] if streams > 1 else [missing.copy()]
         async with asyncio.TaskGroup() as group:
             for i, share in enumerate(share for share in shares if len(share) > 0):
                 group.create_task(self._stream(relay, peer, header, share, grain, first=i == 0))
-
-    def _choose_grain(self, header: VersionHeader, link: Link) -> int:
-        # Checking a piece is one more stage, which works while the next piece comes.
-        return self._tuning.grain or best_grain(
-            header.layout.total_bytes,
-            self._relays + 1,
-            header.chunk_bytes,
-            seconds_a_byte=1 / self._tuning.rate,
-            seconds_a_piece=link.round_trip_s + HANDLING_S,
-        )
 
     async def _stream(
         self, relay: str, peer: _Peer, header: VersionHeader, share: ChunkSet, grain: int, *, first: bool
@@ -356,12 +325,12 @@ class Transfer:
         try:
             async with asyncio.TaskGroup() as checks, aclosing(pieces):
                 async for piece in pieces:
-                    self._landed_at = self._now()
+                    self._measures.landed_at = self._now()
                     await room.acquire()
                     checks.create_task(self._check(relay, arriving, piece, room.release))
         finally:
-            self._received += link.received - received
-            self._differences += link.differences - differences
+            self._measures.received += link.received - received
+            self._measures.differences += link.differences - differences
 
     def _base_of(self, header: VersionHeader) -> Arena | None:
         """Where the base lies, if differences to it make sense."""
@@ -388,7 +357,7 @@ class Transfer:
         self._arrived(relay, arriving, piece)
 
     def _arrived(self, relay: str, arriving: Arriving, piece: Piece) -> None:
-        self._first_at = self._first_at or self._now()
+        self._measures.first_at = self._measures.first_at or self._now()
         self._hindrances.progress(arriving.header.name.version, self._now())
         if not self.pull.ended:
             arriving.add(piece)

@@ -13,6 +13,7 @@ accidents and stale writers, not against malice from inside the user account.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -59,16 +60,19 @@ class Arena:
     @classmethod
     def create(cls, capacity: int, *, reserve: float = 0.0) -> Arena:
         """Allocate and touch `arena_bytes(capacity)` bytes (0.3-1 GB/s: call it in a thread), while the share `reserve`
-        of the host's memory stays free. Raises WeightsError without memory."""
+        of the host's memory stays free. Raises WeightsError without memory, or without descriptors."""
         capacity = arena_bytes(capacity)
-        raw = os.memfd_create("laminar-arena", os.MFD_CLOEXEC)
+        try:
+            raw = os.memfd_create("laminar-arena", os.MFD_CLOEXEC)
+        except OSError as e:
+            raise WeightsError(f"cannot allocate an arena of {capacity} bytes: {_told(e)}") from e
         try:
             for start in range(0, capacity, STEP):
                 _check_room(capacity, capacity - start, reserve)
                 os.posix_fallocate(raw, start, min(STEP, capacity - start))
             fd = os.open(f"/proc/self/fd/{raw}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as e:
-            raise WeightsError(f"cannot allocate an arena of {capacity} bytes: {e.strerror}; free memory") from e
+            raise WeightsError(f"cannot allocate an arena of {capacity} bytes: {_told(e)}") from e
         finally:
             os.close(raw)
         try:
@@ -77,7 +81,7 @@ class Arena:
             mapping = SharedMapping(fd, capacity, writable=True)
         except OSError as e:
             os.close(fd)
-            raise WeightsError(f"cannot map an arena of {capacity} bytes: {e.strerror}") from e
+            raise WeightsError(f"cannot map an arena of {capacity} bytes: {_told(e)}") from e
         mapping.use_huge_pages()
         mapping.populate()
         return cls(fd, mapping)
@@ -134,6 +138,16 @@ class Arena:
 def arena_bytes(nbytes: int) -> int:
     """The size of an arena for `nbytes`: whole huge pages, where what is added is little."""
     return -(-nbytes // HUGE_PAGE) * HUGE_PAGE if nbytes >= HUGE_PAGE else nbytes
+
+
+def _told(error: OSError) -> str:
+    if error.errno == errno.EMFILE:
+        remedy = "let this process open more files (ulimit -n)"
+    elif error.errno == errno.ENFILE:
+        remedy = "let this host open more files (sysctl fs.file-max)"
+    else:
+        remedy = "free memory"
+    return f"{error.strerror or error}; {remedy}"
 
 
 def _check_room(capacity: int, rest: int, reserve: float) -> None:

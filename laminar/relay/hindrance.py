@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 STALLED_S = 3.0
 """Seconds without a piece after which a wanted version counts as stalled: filling a chain and repairs take less."""
 MAX_KINDS = 8
-"""Kinds of reasons told of one neighbour until it is reached again."""
+"""Kinds of reasons told of one neighbour until it is reached again, and of the unforeseen until a piece comes."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Hindrances:
         self._last: tuple[str, float] = ("", 0.0)
         self._troubles: dict[str, Trouble] = {}
         self._told: dict[str, set[str]] = {}
+        self._told_unforeseen: set[str] = set()
 
     def validate(self) -> None:
         """Raises AssertionError if the parts of the state disagree."""
@@ -91,6 +92,15 @@ class Hindrances:
         """A pull ended without the version for a reason of this relay's own, such as no memory."""
         self._last = (reason, now)
 
+    def unforeseen(self, reason: str, now: float) -> bool:
+        """An error that has no words of its own, such as one of this host's system. True if the log should tell it:
+        once for each kind until something comes."""
+        self._last = (reason, now)
+        if len(self._told_unforeseen) >= MAX_KINDS or kind(reason) in self._told_unforeseen:
+            return False
+        self._told_unforeseen.add(kind(reason))
+        return True
+
     def reached(self, relay: str, now: float) -> float | None:
         """It proved the secret. Returns the seconds for which it could not be reached; None if it could."""
         trouble = self._troubles.get(relay)
@@ -122,6 +132,7 @@ class Hindrances:
 
     def _move_on(self, now: float) -> None:
         self._quiet_since, self._last = now, ("", 0.0)
+        self._told_unforeseen.clear()
 
     def _over(self, relay: str) -> None:
         self._troubles.pop(relay, None)

@@ -17,6 +17,7 @@ from typing import Any
 from laminar.errors import WeightsError
 from laminar.relay import memory
 from laminar.relay.arena import Arena, ArenaPool, ArenaState, arena_bytes
+from laminar.relay.hindrance import kind
 from laminar.relay.memory import INCOMING, Scope
 from laminar.relay.places import RESERVE, Places, places
 
@@ -48,6 +49,10 @@ class Supply:
         self._spawn = spawn
         self._fewer = fewer
         self._failed = failed
+        self.problem = ""
+        """Why the arena that was wanted last could not be allocated."""
+        self._told: set[str] = set()
+        """Kinds of problems told since an arena was allocated: what comes in tries again and again."""
         self._growing: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -70,11 +75,12 @@ class Supply:
         assert self.pool.count(ArenaState.INCOMING) <= INCOMING
 
     async def take(self, nbytes: int) -> Arena | None:
-        """An arena that fits `nbytes`, now incoming; None if both are in use or memory is short."""
+        """An arena that fits `nbytes`, now incoming; None if both are in use, or with a `problem` if there is one."""
+        self.problem = ""
         if nbytes > self.weights_bytes:
             self.weights_bytes = nbytes
             if self.share > 0:
-                self.fit(await asyncio.to_thread(memory.scopes))
+                await self._fit_now()
         usual = self.weights_bytes
         while self.pool.count(ArenaState.INCOMING) < INCOMING:
             arena = self.pool.take(nbytes)
@@ -110,8 +116,16 @@ class Supply:
     async def _look(self) -> None:
         while True:
             if self.weights_bytes:
-                self.fit(await asyncio.to_thread(memory.scopes))
+                await self._fit_now()
             await asyncio.sleep(LOOK_S)
+
+    async def _fit_now(self) -> None:
+        try:
+            found = await asyncio.to_thread(memory.scopes)
+        except (OSError, RuntimeError) as e:  # no descriptor, or no thread
+            self._tell(f"memory cannot be looked at, {self.pool.limit} versions stay the most: {e}")
+        else:
+            self.fit(found)
 
     async def _top_up(self) -> None:
         while True:
@@ -140,10 +154,11 @@ class Supply:
         beyond = len(self.pool.arenas) >= self.minimum
         self.pool.creating += 1
         try:
-            arena = await asyncio.to_thread(Arena.create, size, reserve=RESERVE if beyond else 0.0)
-            self.pool.arenas.append(arena)
+            self.pool.arenas.append(await self._allocated(size, RESERVE if beyond else 0.0))
+            self._told.clear()
         except WeightsError as e:
-            self._failed(str(e))
+            self.problem = str(e)
+            self._tell(self.problem)
             if beyond:
                 # Memory went meanwhile. What comes in goes before what claims refer to.
                 self._limit(Places(len(self.pool.arenas), f"no arena can be added: {e}"))
@@ -151,3 +166,14 @@ class Supply:
         finally:
             self.pool.creating -= 1
             self._growing = None
+
+    async def _allocated(self, size: int, reserve: float) -> Arena:
+        try:
+            return await asyncio.to_thread(Arena.create, size, reserve=reserve)
+        except RuntimeError as e:
+            raise WeightsError(f"cannot allocate an arena of {size} bytes: {e}; let this user have more threads") from e
+
+    def _tell(self, problem: str) -> None:
+        if kind(problem) not in self._told:
+            self._told.add(kind(problem))
+            self._failed(problem)

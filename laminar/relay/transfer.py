@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from laminar.errors import WeightsError
 from laminar.relay.arena import Arena
@@ -157,11 +158,11 @@ class Transfer:
                 case Leave():
                     self._leave(effect.relay)
                 case Reserve():
-                    self._reserving = asyncio.create_task(self._reserve(effect.header))
+                    self._reserving = self._spawn(self._reserve(effect.header))
                 case Fetch():
                     peer = self._peers[effect.relay]
                     fetch = partial(self._fetch, effect.relay, peer)
-                    peer.task = asyncio.create_task(self._guarded(effect.relay, fetch))
+                    peer.task = self._spawn(self._guarded(effect.relay, fetch))
                 case Done():
                     if not self._ended.done():
                         self._ended.set_result(effect.reason)
@@ -176,13 +177,38 @@ class Transfer:
 
     def _tick(self) -> None:
         peer, now = self.pull.peer, self._now()
-        effects = self.pull.tick(now)
-        if peer and self.pull.peer != peer:
-            self._tell(peer, self.pull.reasons()[peer], receiving=False, reached=True)
-        self._do(effects)
+        try:
+            effects = self.pull.tick(now)
+            if peer and self.pull.peer != peer:
+                self._tell(peer, self.pull.reasons()[peer], receiving=False, reached=True)
+            self._do(effects)
+        except Exception as e:
+            self._give_up(e)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """All tasks begin here: what nobody caught in one ends this pull, and the next one begins anew."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._give_up(error)
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        return task
+
+    def _give_up(self, error: BaseException) -> None:
+        self._do(self.pull.abandon(self._unforeseen(error, "a pull was given up")))
+
+    def _unforeseen(self, error: BaseException, what: str) -> str:
+        """Tell of what has no words of its own, once for each kind; the reason to give for it."""
+        reason = f"{what}: {error!r}"
+        if self._hindrances.unforeseen(reason, self._now()):
+            log.error("a transfer met what was not foreseen", exc_info=error)
+            self._holdings.record_error(reason)
+        return reason
 
     def _start(self, relay: str, work: Callable[[], Awaitable[None]]) -> None:
-        self._peers[relay] = _Peer(asyncio.create_task(self._guarded(relay, work)))
+        self._peers[relay] = _Peer(self._spawn(self._guarded(relay, work)))
 
     def _leave(self, relay: str) -> None:
         peer = self._peers.pop(relay, None)
@@ -190,31 +216,34 @@ class Transfer:
             return
         if peer.task is not asyncio.current_task():
             peer.task.cancel()
-        task = asyncio.create_task(self._close(peer))
+        task = self._spawn(self._close(peer))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
     async def _close(self, peer: _Peer) -> None:
         await asyncio.gather(peer.task, return_exceptions=True)
         for link in peer.links:
-            await link.close()
+            try:
+                await link.close()
+            except Exception as e:  # the others are closed all the same
+                self._unforeseen(e, "a connection was not closed as it should be")
 
     async def _guarded(self, relay: str, work: Callable[[], Awaitable[None]]) -> None:
-        """What goes wrong with a peer is an event."""
+        """What goes wrong with a peer is an event, whatever it is: this host may lack descriptors or threads."""
         try:
             await work()
-        except WeightsError as e:
-            self._failed(relay, e)
-        except ExceptionGroup as group:
-            self._failed(relay, _first(group))
-            if (faults := group.split(WeightsError)[1]) is not None:
-                raise faults from group
+        except Exception as e:
+            errors = _leaves(e)
+            for error in errors:
+                if not isinstance(error, WeightsError):
+                    self._unforeseen(error, f"relay {relay} was left")
+            self._failed(relay, errors[0])
 
     def _failed(self, relay: str, error: BaseException) -> None:
         peer = self._peers.get(relay)
         if peer is None or peer.task is not asyncio.current_task():
             return
-        reason = str(error) or repr(error)
+        reason = str(error) if isinstance(error, WeightsError) else repr(error)
         if not isinstance(error, (LinkBroken, PeerRefused)):
             # What came was wrong. Should a difference be at fault, the rest comes whole.
             self._drop_base()
@@ -282,10 +311,12 @@ class Transfer:
         try:
             self._arriving = await self._holdings.begin(header)
             if self._arriving is None:
-                problem = "no arena is free for it"
+                problem = self._holdings.supply.problem or "no arena is free for it"
                 self._holdings.skip(header.name)
         except WeightsError as e:
             problem = str(e)
+        except Exception as e:
+            problem = self._unforeseen(e, f"version {header.name} found no room")
         self._measures.began = self._measures.began or self._now()
         self._do(self.pull.reserved(self._now(), problem=problem))
 
@@ -349,7 +380,10 @@ class Transfer:
             await asyncio.shield(check)
         except asyncio.CancelledError:
             await asyncio.gather(check, return_exceptions=True)
-            if not check.cancelled() and check.exception() is None:
+            error = None if check.cancelled() else check.exception()
+            if error is not None and not isinstance(error, WeightsError):
+                self._unforeseen(error, f"a piece of relay {relay} was not checked")
+            elif error is None and not check.cancelled():
                 self._arrived(relay, arriving, piece)
             raise
         finally:
@@ -364,8 +398,8 @@ class Transfer:
         self._do(self.pull.arrived(relay, piece, self._now()))
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def _leaves(error: BaseException) -> list[BaseException]:
+    """What a group of errors holds, the first one first."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for part in error.exceptions for leaf in _leaves(part)]
+    return [error]

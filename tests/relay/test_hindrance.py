@@ -155,3 +155,15 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
+
+
+def test_what_was_not_foreseen_is_told_once_for_each_kind_until_something_comes() -> None:
+    hindrances = Hindrances()
+    hindrances.wants(8, 0.0)
+    assert hindrances.unforeseen("no room: OSError(24)", 1.0)
+    assert not hindrances.unforeseen("no room: OSError(23)", 2.0)
+    assert hindrances.stall(10.0) == Stall(8, 0.0, "no room: OSError(23)", 2.0)
+    assert hindrances.unforeseen("no thread", 3.0)
+    assert sum(hindrances.unforeseen("x" * count, 4.0) for count in range(2 * MAX_KINDS)) == MAX_KINDS - 2
+    hindrances.progress(8, 5.0)
+    assert hindrances.unforeseen("no thread", 6.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -259,3 +261,49 @@ async def test_known_weights_are_touched_before_the_first_publish() -> None:
         holdings.release(arena)
     await holdings.stop()
 
+
+
+async def test_without_a_thread_or_a_descriptor_for_an_arena_the_relay_is_busy_and_says_why_once(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*args: object, **options: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_descriptor(*args: object) -> int:
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("laminar.relay.supply.Arena.create", no_thread)
+        for _ in range(3):
+            assert await holdings.reserve(LAYOUT) is None and "more threads" in holdings.supply.problem
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", no_descriptor)
+        for _ in range(3):
+            assert await holdings.reserve(LAYOUT) is None and "fs.file-max" in holdings.supply.problem
+    assert len(holdings.errors) == 2
+    await publish(holdings, 1, 1)
+    assert holdings.supply.problem == ""
+
+
+async def test_memory_that_could_not_be_looked_at_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without descriptors /proc/meminfo cannot be read: places stay as they are until it can."""
+    looks: list[bool] = []
+
+    def scopes() -> list[Scope]:
+        looks.append(len(looks) >= 3)
+        if not looks[-1]:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return [PLENTY]
+
+    monkeypatch.setattr("laminar.relay.memory.scopes", scopes)
+    monkeypatch.setattr(arenas_of, "available_bytes", lambda reserve=0.0: 1 << 30)
+    monkeypatch.setattr("laminar.relay.supply.LOOK_S", 0.01)
+    holdings = Holdings(chunk_bytes=256, retain=2, spare=1, memory_share=0.5)
+    await holdings.start()
+    await publish(holdings, 1, 1)
+    async with asyncio.timeout(10.0):
+        while not any(looks):  # noqa: ASYNC110  it is a thread that looks
+            await asyncio.sleep(0.01)
+    assert "memory cannot be looked at" in holdings.errors[0]
+    assert len(holdings.errors) <= 2, "once, and once more since an arena was allocated meanwhile"
+    await holdings.stop()

@@ -296,14 +296,17 @@ class Transfer:
         raise PeerRefused(f"{relay} can be reached by {offered}, this relay speaks {', '.join(self._transports)}")
 
     async def _find(self, link: Link, acceptable: tuple[VersionName, ...], *, held_only: bool) -> VersionHeader:
+        """What the link sends next goes where this header says: no header is taken unchecked, whoever sent it."""
         known = self.pull.header
         layout = known.layout if known else self._tuning.layout
         base = self._base.header.name if self._base else None
         header = await link.find(PullRequest(acceptable, held_only, layout, base))
-        if known is None or header.name != known.name:
-            if header.chunk_bytes != self._holdings.chunk_bytes:
-                raise PeerRefused(f"its chunks have {header.chunk_bytes} bytes, ours {self._holdings.chunk_bytes}")
-            await asyncio.to_thread(header.check)
+        if known is not None:
+            await asyncio.to_thread(header.check_same, known)
+            return header
+        if header.chunk_bytes != self._holdings.chunk_bytes:
+            raise PeerRefused(f"its chunks have {header.chunk_bytes} bytes, ours {self._holdings.chunk_bytes}")
+        await asyncio.to_thread(header.check)
         return header
 
     async def _reserve(self, header: VersionHeader) -> None:

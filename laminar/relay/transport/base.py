@@ -82,6 +82,21 @@ class VersionHeader:
                 "others than its digest stands for"
             )
 
+    def check_same(self, known: VersionHeader) -> None:
+        """Raises PeerRefused unless it says of the same version what `known`, which was checked, does: where the bytes
+        lie, and what they are. Chunks of another size would be written over some that were checked and passed on."""
+        ours, theirs = ((h.name, h.layout.digest, h.chunk_bytes) for h in (known, self))
+        if theirs != ours:
+            raise PeerRefused(f"it has {self._places()}; the version that comes already is {known._places()}")
+        if self.checksums != known.checksums:
+            raise PeerRefused(f"its header of version {self.name} has other checksums than the digest stands for")
+
+    def _places(self) -> str:
+        return (
+            f"version {self.name} of {self.layout.total_bytes} bytes, layout {self.layout.digest[:12]}, in chunks of "
+            f"{self.chunk_bytes} bytes"
+        )
+
 
 @dataclass(frozen=True)
 class PullRequest:

@@ -23,7 +23,7 @@ from laminar.relay.hops import Hop, Tuning
 from laminar.relay.pull import Phase
 from laminar.relay.transfer import Links, Transfer
 from laminar.relay.transport.base import Transport, VersionName
-from laminar.relay.transport.tcp import split_endpoint
+from laminar.relay.transport.names import split_endpoint
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from laminar.errors import ConfigError
 from laminar.relay.transport.base import Transport
+from laminar.relay.transport.names import Names
 from laminar.relay.transport.tcp import TcpTransport
 from laminar.relay.transport.verbs import VerbsTransport
 from laminar.relay.transport.verbs_device import NoRdma, active_ports, select
@@ -40,9 +41,10 @@ def open_transports(
 
     LAMINAR_RDMA_DEVICE names a device; else the one that has the address `bind` is taken. Raises ConfigError if
     `choice` is verbs and there is no RDMA here."""
+    names = Names()
     tcp = TcpTransport(
         secret=secret, run=run, relay=relay, bind=bind, port=port, advertise=advertise, stall_s=stall_s,
-        delta_share=delta_share, on_refusal=on_refusal,
+        delta_share=delta_share, on_refusal=on_refusal, names=names,
     )  # fmt: skip
     # An address that only this host reaches says that no weights are to leave it.
     if choice == "tcp" or (choice == "auto" and _is_loopback(bind)):
@@ -56,7 +58,7 @@ def open_transports(
         return [tcp]
     verbs = VerbsTransport(
         device, gid, secret=secret, run=run, relay=relay, bind=bind, port=port + 1 if port else 0, advertise=advertise,
-        stall_s=stall_s, on_refusal=on_refusal,
+        stall_s=stall_s, on_refusal=on_refusal, names=names,
     )  # fmt: skip
     return [verbs, tcp]
 

@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from laminar.errors import ConfigError, WeightsError
 from laminar.relay.arena import Arena
@@ -46,6 +46,7 @@ from laminar.relay.transport.frames import (
     reason_of,
 )
 from laminar.relay.transport.handshake import ACCEPT, GREETING, PROOF, Asker, Identity, Server
+from laminar.relay.transport.names import Address, Names, join_endpoint, split_endpoint
 from laminar.relay.transport.pieces import alive, receive_delta, send_pieces
 from laminar.relay.transport.strangers import Strangers
 
@@ -62,13 +63,12 @@ BACKLOG = 128
 
 async def listen_at(address: str, port: int) -> socket.socket:
     """A listening socket; `port` 0: any free one. Raises ConfigError, naming the setting to correct."""
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        listener = _stream_socket(found[0][0])
+        family, place = (await Names().addresses(address, port))[0]
+        listener = _stream_socket(family)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(found[0][4])
+            listener.bind(place)
             listener.listen(BACKLOG)
         except OSError:
             listener.close()
@@ -86,7 +86,7 @@ class TcpTransport:
 
     `stall_s`: seconds of silence after which a peer counts as dead. `delta_share`: a piece goes as its difference to
     the asker's base if that takes at most this share of its bytes; 0: never. `on_refusal` is told why somebody was
-    refused.
+    refused. `names`: where peers' names are looked up, if together with another transport.
     """
 
     name = "tcp"
@@ -103,12 +103,14 @@ class TcpTransport:
         stall_s: float = 2.0,
         delta_share: float = 0.5,
         on_refusal: Callable[[str], None] = lambda reason: None,
+        names: Names | None = None,
     ) -> None:
         self._secret, self._run, self._relay = secret, run, relay
         self._bind, self._port, self._advertise = bind, port, advertise
         self._stall_s = stall_s
         self._delta_share = delta_share
         self._on_refusal = on_refusal
+        self._names = names or Names()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS)
@@ -127,7 +129,7 @@ class TcpTransport:
         peer = f"{relay} at {endpoint}"
         try:
             async with asyncio.timeout(deadline_s):
-                sock = await _reach(host, port, loop.time() + deadline_s)
+                sock = await _reach(await self._names.addresses(host, port), loop.time() + deadline_s)
                 try:
                     channel = FrameChannel(sock, peer=peer, stall_s=self._stall_s)
                     asker = Asker(Identity(self._secret, self._run, relay))
@@ -140,7 +142,8 @@ class TcpTransport:
                     sock.close()
                     raise
         except TimeoutError:
-            raise LinkBroken(f"{peer} was not reached within {deadline_s:g} s") from None
+            why = ": no name server has told its address yet" if self._names.looks_up(host) else ""
+            raise LinkBroken(f"{peer} was not reached within {deadline_s:g} s{why}") from None
         except OSError as e:
             raise LinkBroken(f"{peer} cannot be reached: {e.strerror or e}") from e
 
@@ -156,6 +159,7 @@ class TcpTransport:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._names.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -353,25 +357,12 @@ class TcpLink(SocketLink):
             arena.pins -= 1
 
 
-def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """`HOST:PORT`, with brackets around an IPv6 address. Raises PeerRefused for anything else."""
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise PeerRefused(f"{endpoint!r} is not an address of the form HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def join_endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-async def _reach(host: str, port: int, until: float) -> socket.socket:
-    """A connection to the first address of `host` that takes one: a name may have addresses of a family at which the
-    relay does not listen. Each has an equal share of the time left until `until`. Raises OSError."""
+async def _reach(found: Sequence[Address], until: float) -> socket.socket:
+    """A connection to the first of a host's addresses that takes one: it may have some of a family at which the relay
+    does not listen. Each has an equal share of the time left until `until`. Raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     problems: dict[str, OSError] = {}
-    for i, (family, _, _, _, address) in enumerate(found):
+    for i, (family, address) in enumerate(found):
         try:
             sock = _stream_socket(family)
             try:

@@ -29,7 +29,6 @@ from laminar.relay.hops import Hop, Measures, Tuning
 from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Phase, Pull, Reserve
 from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import (
-    FabricFailed,
     Link,
     LinkBroken,
     PeerRefused,
@@ -38,11 +37,12 @@ from laminar.relay.transport.base import (
     VersionHeader,
     VersionName,
 )
+from laminar.relay.transport.selection import connect_best
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 1.0
-"""Seconds to reach a peer and prove the secret; others are tried meanwhile."""
+"""Seconds to reach a peer by one transport and prove the secret; others are tried meanwhile."""
 CHECKING = 2
 """Pieces of a stream that may wait for their check while the next one arrives."""
 
@@ -280,20 +280,9 @@ class Transfer:
         self._do(self.pull.answered(relay, header, self._now()))
 
     async def _connect(self, relay: str, peer: _Peer) -> Link:
-        """By the best transport that both have."""
-        endpoints = self._links.get(relay, {})
-        shared = [name for name in self._transports if name in endpoints]
-        for name in shared:
-            try:
-                link = await self._transports[name].connect(relay, endpoints[name], deadline_s=CONNECT_S)
-            except FabricFailed:
-                if name == shared[-1]:
-                    raise
-                continue
-            peer.links.append(link)
-            return link
-        offered = ", ".join(endpoints) or "none"
-        raise PeerRefused(f"{relay} can be reached by {offered}, this relay speaks {', '.join(self._transports)}")
+        link = await connect_best(self._transports, relay, self._links.get(relay, {}), deadline_s=CONNECT_S)
+        peer.links.append(link)
+        return link
 
     async def _find(self, link: Link, acceptable: tuple[VersionName, ...], *, held_only: bool) -> VersionHeader:
         """What the link sends next goes where this header says: no header is taken unchecked, whoever sent it."""

@@ -210,6 +210,9 @@ class SimTransport:
             raise LinkBroken(f"{relay} was not reached within {deadline_s:g} s") from None
         return SimLink(self, wire, relay, asyncio.get_running_loop().time() - began)
 
+    def passed_over(self, relay: str, problem: FabricFailed) -> None:
+        """Nothing: whether the device gets through is asked anew each time."""
+
     async def close(self) -> None:
         for task in self._serving:
             task.cancel()

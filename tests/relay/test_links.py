@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +13,12 @@ import pytest
 from laminar.errors import ConfigError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece
-from laminar.relay.transport.base import FabricFailed, FindSource, Link, LinkBroken
+from laminar.relay.follower import ChainView, Peer
+from laminar.relay.transport.base import FabricFailed, FindSource, Link, LinkBroken, VersionName
+from laminar.relay.transport.recovery import UNREACHED
 from laminar.relay.transport.tcp import SocketLink, TcpTransport
+from laminar.relay.transport.verbs import VerbsTransport
+from laminar.relay.transport.verbs_device import ETHERNET, Gid, Port
 
 Chain = Any
 """`conftest.Chain`, which pytest loads by its path."""
@@ -75,6 +79,71 @@ async def test_a_better_transport_is_taken_until_it_fails(chain: Chain, pieces: 
     hop = nodes[1].follower.hops[-1]
     assert set(hop.peers) == {"r0"} and fabric.connected == 1
     assert len(hop.repairs) == (0 if pieces == 1000 else 1)
+
+
+class Device(VerbsTransport):
+    """Counts what is asked of the control ports."""
+
+    def __init__(self) -> None:
+        gid = Gid(0, "fe80:0000:0000:0000:0000:0000:0000:0001", 2)
+        port = Port("rx0", 1, ETHERNET, 5, 1 << 30, 0, (gid,))
+        super().__init__(port, gid, secret=b"s" * 32, run="demo", relay="asker")
+        self.tried = 0
+
+    async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SocketLink:
+        self.tried += not self._avoided(relay)
+        return await super().connect(relay, endpoint, deadline_s=deadline_s)
+
+
+@asynccontextmanager
+async def filtered(chain: Chain, *, silent: bool, tcp_too: bool = False) -> AsyncIterator[tuple[Any, Any, Device]]:
+    """Two relays, the first of which is not reached at its control port of verbs."""
+    chain.fabric = device = Device()
+    master, relay = [await chain.add(f"r{i}") for i in range(2)]
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        if silent:
+            port.listen()
+        endpoint = f"127.0.0.1:{port.getsockname()[1]}"
+        links = {"verbs": endpoint, "tcp": endpoint if tcp_too else chain.endpoints["r0"]}
+        relay.follower.see(ChainView(1, ("r0", "r1"), {"r0": Peer("here", links)}, "r0"))
+        yield master, relay, device
+
+
+def without_rdma(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "is reached without RDMA" in r.getMessage()]
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["silent", "refused"])
+async def test_a_control_port_that_is_filtered_is_gone_round_and_told_once(
+    chain: Chain, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    """Often a firewall lets one port through: that of tcp."""
+    monkeypatch.setattr("laminar.relay.transfer.CONNECT_S", 0.2)
+    async with filtered(chain, silent=silent) as (master, relay, device):
+        for version, tried in ((1, UNREACHED), (2, UNREACHED)):
+            name = await master.publish(version)
+            relay.follower.published([name])
+            await chain.until(lambda name=name: relay.holdings.has(name), "the version")
+            assert device.tried == tried, "not again for a while"
+        (told,) = without_rdma(caplog)
+        assert told.startswith("relay r0 is reached without RDMA for 60 s") and "failed 3 times in a row" in told
+        monkeypatch.setattr("laminar.relay.transport.recovery.AVOID_S", 0.0)
+        device._avoidance.failed("r0", asyncio.get_running_loop().time())
+        name = await master.publish(3)
+        relay.follower.published([name])
+        await chain.until(lambda: relay.holdings.has(name), "the version")
+        assert device.tried == UNREACHED + 1, "then it is tried, and tcp at once after it"
+        assert relay.follower.hops[-1].repairs == () and len(without_rdma(caplog)) == 1
+
+
+async def test_a_dead_relay_that_no_transport_reaches_is_not_taken_for_one_without_rdma(
+    chain: Chain, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with filtered(chain, silent=False, tcp_too=True) as (_, relay, device):
+        relay.follower.published([VersionName(1, "d" * 64)])
+        await chain.until(lambda: device.tried > UNREACHED, "more tries than it takes")
+        assert not device._avoided("r0") and not without_rdma(caplog)
 
 
 @pytest.fixture

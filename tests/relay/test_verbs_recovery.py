@@ -32,7 +32,7 @@ from laminar.relay.transport.base import (
     VersionHeader,
     VersionName,
 )
-from laminar.relay.transport.recovery import AVOID_S, RENEWALS, Avoidance, Renewals
+from laminar.relay.transport.recovery import AVOID_S, RENEWALS, UNREACHED, Avoidance, Renewals, Unreached
 from laminar.relay.transport.verbs import VerbsTransport
 from laminar.relay.transport.verbs_device import ETHERNET, Gid, Port, Region
 from laminar.relay.transport.verbs_queue import LASTING, QueueEnd, QueuePair, Target
@@ -66,6 +66,14 @@ def test_a_relay_is_avoided_for_a_while_then_asked_by_the_device_again() -> None
     assert not avoidance.failed("r0", 200.0), "told once, until it worked"
     assert avoidance.worked("r0") and not avoidance.worked("r0")
     assert not avoidance.avoided("r0", 201.0) and avoidance.failed("r0", 300.0)
+
+
+def test_a_relay_without_a_control_connection_is_tried_again_a_few_times_before_another_transport_is() -> None:
+    unreached = Unreached()
+    assert [unreached.failed("r0") for _ in range(UNREACHED + 1)] == [*[0] * (UNREACHED - 1), UNREACHED, UNREACHED + 1]
+    assert unreached.failed("r1") == 0, "each for itself"
+    unreached.reached("r0")
+    assert unreached.failed("r0") == 0, "in a row"
 
 
 @pytest.mark.parametrize("transient", [True, False])

@@ -177,7 +177,11 @@ class Transport(Protocol):
 
     async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> Link:
         """Reach the relay with the id `relay`, which gave this endpoint; both have proved the secret on return.
-        Raises LinkBroken, or PeerRefused if somebody else answers there."""
+        Raises LinkBroken (FabricFailed: try another transport), or PeerRefused if somebody else answers there."""
+        ...
+
+    def passed_over(self, relay: str, problem: FabricFailed) -> None:
+        """Another transport reached `relay`, which this one had said not to get through to, with `problem`."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """By what relays reach each other: verbs first where this host has a device for it, tcp always.
 
 Each relay tells etcd an endpoint of every transport that it offers, and asks by the first of its own that the other
-offers too. So two hosts with devices use them, and a host without any still takes part.
+offers too. So two hosts with devices use them, and a host without any still takes part. Where the better one does not
+get through (FabricFailed), the next one is tried, and what it shows is told to the one that was passed over.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from laminar.errors import ConfigError
-from laminar.relay.transport.base import Transport
+from laminar.relay.transport.base import FabricFailed, Link, PeerRefused, Transport
 from laminar.relay.transport.names import Names
 from laminar.relay.transport.tcp import TcpTransport
 from laminar.relay.transport.verbs import VerbsTransport
@@ -61,6 +62,28 @@ def open_transports(
         stall_s=stall_s, on_refusal=on_refusal, names=names,
     )  # fmt: skip
     return [verbs, tcp]
+
+
+async def connect_best(
+    transports: Mapping[str, Transport], relay: str, endpoints: Mapping[str, str], *, deadline_s: float
+) -> Link:
+    """To `relay`, by the first of `transports` that has an endpoint there and gets through, within `deadline_s` seconds
+    for each. Raises LinkBroken, or PeerRefused if there is none."""
+    shared = [name for name in transports if name in endpoints]
+    passed_over: list[tuple[Transport, FabricFailed]] = []
+    for name in shared:
+        try:
+            link = await transports[name].connect(relay, endpoints[name], deadline_s=deadline_s)
+        except FabricFailed as e:
+            if name == shared[-1]:
+                raise
+            passed_over.append((transports[name], e))
+            continue
+        for transport, problem in passed_over:
+            transport.passed_over(relay, problem)
+        return link
+    offered = ", ".join(endpoints) or "none"
+    raise PeerRefused(f"{relay} can be reached by {offered}, this relay speaks {', '.join(transports)}")
 
 
 def _is_loopback(bind: str) -> bool:

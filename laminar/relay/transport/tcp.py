@@ -24,6 +24,7 @@ from laminar.relay.chunks import ChunkSet, Piece, span
 from laminar.relay.protocol import ProtocolError
 from laminar.relay.transport.base import (
     ChunkSource,
+    FabricFailed,
     FindSource,
     LinkBroken,
     PeerRefused,
@@ -146,6 +147,9 @@ class TcpTransport:
             raise LinkBroken(f"{peer} was not reached within {deadline_s:g} s{why}") from None
         except OSError as e:
             raise LinkBroken(f"{peer} cannot be reached: {e.strerror or e}") from e
+
+    def passed_over(self, relay: str, problem: FabricFailed) -> None:
+        """Nothing: there is no other way than by sockets."""
 
     def _link(self, relay: str, channel: FrameChannel, round_trip_s: float) -> SocketLink:
         """The asking side of a connection on which both have proved the secret."""

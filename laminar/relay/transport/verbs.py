@@ -33,7 +33,7 @@ from laminar.relay.protocol import decode
 from laminar.relay.transport.base import ChunkSource, FabricFailed, FindSource, LinkBroken, PeerRefused, VersionHeader
 from laminar.relay.transport.frames import FrameChannel, Kind, decode_fetch, encode_fetch, reason_of
 from laminar.relay.transport.pieces import alive
-from laminar.relay.transport.recovery import AVOID_S, Avoidance, Renewals
+from laminar.relay.transport.recovery import AVOID_S, Avoidance, Renewals, Unreached
 from laminar.relay.transport.tcp import SocketLink, TcpTransport
 from laminar.relay.transport.verbs_device import REGION, Device, Gid, Port, Region
 from laminar.relay.transport.verbs_queue import RECEIVES, Completions, QueuePair, Target
@@ -54,6 +54,7 @@ class VerbsTransport(TcpTransport):
         self._rdma_port, self._gid = port, gid
         self._completions: Completions | None = None
         self._avoidance = Avoidance()
+        self._unreached = Unreached()
 
     @property
     def completions(self) -> Completions:
@@ -68,10 +69,25 @@ class VerbsTransport(TcpTransport):
         return endpoint
 
     async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SocketLink:
-        """As TcpTransport.connect. Raises FabricFailed while the relay is reached otherwise."""
-        if self._avoidance.avoided(relay, asyncio.get_running_loop().time()):
+        """As TcpTransport.connect. Raises FabricFailed while the relay is reached otherwise, or may have to be."""
+        if self._avoided(relay):
             raise FabricFailed(f"{relay} is not reached by verbs for now")
-        return await super().connect(relay, endpoint, deadline_s=deadline_s)
+        try:
+            link = await super().connect(relay, endpoint, deadline_s=deadline_s)
+        except LinkBroken as e:
+            if not (failures := self._unreached.failed(relay)):
+                raise
+            raise FabricFailed(f"its control port failed {failures} times in a row: {e}") from e
+        self._unreached.reached(relay)
+        return link
+
+    def passed_over(self, relay: str, problem: FabricFailed) -> None:
+        """The relay lives, so do not wait for its control port each time."""
+        if not self._avoided(relay):
+            self.avoid(relay, problem)
+
+    def _avoided(self, relay: str) -> bool:
+        return self._avoidance.avoided(relay, asyncio.get_running_loop().time())
 
     def avoid(self, relay: str, problem: FabricFailed) -> None:
         """Reach `relay` otherwise for a while."""

@@ -152,7 +152,7 @@ class Rest(Record):
 class RelayHop(Record):
     """One transfer into a relay. `received`: bytes on the way, fewer than `bytes` where differences came. `seconds`
     from the first request for chunks, `lag_s` from when this relay heard of the version to when it held it; `repairs`:
-    who was lost, who went on, and the seconds between."""
+    who was lost, who went on, and the seconds between: the last ones, of `repaired` in all, and so are the `peers`."""
 
     version: int
     peers: list[str]
@@ -162,6 +162,7 @@ class RelayHop(Record):
     lag_s: float
     piece_bytes: int
     repairs: list[str] = []
+    repaired: int = 0
 
 
 class RelayTrouble(Record):

@@ -40,7 +40,7 @@ OFFER_S = 2.0
 """Seconds that a version held under a digest that nobody published has: it is sealed before it is offered."""
 MAX_HEARD = 64
 """Versions of which it is known when they were heard of: the newest ones."""
-SHOWN_ERRORS, SHOWN_TROUBLES, SHOWN_CHARACTERS = 3, 4, 300
+SHOWN_ERRORS, SHOWN_TROUBLES, SHOWN_REPAIRS, SHOWN_CHARACTERS = 3, 4, 4, 300
 
 
 async def run_secret(coordination: Coordination, keys: Keys, machine: Machine) -> bytes:
@@ -228,13 +228,14 @@ class ChainMember:
         self._heard = {v: at for v, at in self._heard.items() if v >= version}
         return RelayHop(
             version=version,
-            peers=list(hop.peers),
+            peers=list(hop.peers[-SHOWN_REPAIRS - 1 :]),
             bytes=hop.nbytes,
             received=hop.received,
             seconds=round(hop.seconds, 6),
             lag_s=round(hop.ended_at - heard, 6) if heard is not None else round(hop.seconds, 6),
             piece_bytes=hop.piece_bytes,
-            repairs=[_told(repair) for repair in hop.repairs],
+            repairs=[_told(repair) for repair in hop.repairs[-SHOWN_REPAIRS:]],
+            repaired=len(hop.repairs),
         )
 
 

@@ -39,7 +39,10 @@ from laminar.config import Config, RelayConfig
 from laminar.errors import ConfigError, StoreError
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
+from laminar.relay.hops import Measures
 from laminar.relay.layout import Layout
+from laminar.relay.pull import Repair
+from laminar.relay.transport.base import VersionHeader, VersionName
 from laminar.relay.writing import Invitation
 from laminar.workers.chain import (
     MAX_HEARD,
@@ -348,6 +351,21 @@ async def test_a_relay_reports_since_when_and_why_a_version_does_not_come(follow
     assert follows.load() == follows.load().model_copy(update={"stall": None, "troubles": []})
 
 
+async def test_however_often_a_transfer_was_repaired_its_report_stays_short(follows: ChainMember) -> None:
+    """A link that comes and goes for hours repairs one transfer thousands of times; etcd's values are bounded."""
+    repairs = tuple(Repair(f"r{i}", f"r{i + 1}", "closed the connection", 0.25) for i in range(5000))
+    measures = Measures(peers=[f"r{i}" for i in range(5001)])
+    header = VersionHeader(VersionName(8, "d" * 64), LAYOUT, 1 << 20, (bytes(32),))
+    follows.follower.hops.append(measures.hop(header, repairs, 60.0))
+    last = follows.load().hop
+    assert last is not None and last.repaired == 5000
+    assert last.repairs == [f"r{i} -> r{i + 1} in 0.250 s (closed the connection)" for i in range(4996, 5000)]
+    assert last.peers == ["r4996", "r4997", "r4998", "r4999", "r5000"]
+    load = follows.load()
+    shown_lines = shown(0, None, load, load.model_copy(update={"hop": hop(8)}))
+    assert sum("4996 repairs of version 8 before these:" in line for line in shown_lines) == 1
+
+
 def hop(version: int) -> RelayHop:
     return RelayHop(
         version=version, peers=["relay-h0-1-aaaaaa"], bytes=4_000_000, received=2_000_000, seconds=0.5, lag_s=0.75,
@@ -355,7 +373,7 @@ def hop(version: int) -> RelayHop:
     )  # fmt: skip
 
 
-def shown(now_us: int, head: WeightsHead, *loads: RelayLoad) -> list[str]:
+def shown(now_us: int, head: WeightsHead | None, *loads: RelayLoad) -> list[str]:
     records = [
         WorkerRecord(kind="relay", id=f"relay-h{i}-1-{c * 6}", host=f"h{i}", pid=1, started_at_us=0)
         for i, c in enumerate("abcdef"[: len(loads)])

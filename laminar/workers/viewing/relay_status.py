@@ -75,11 +75,19 @@ def render_chain(status: ChainStatus) -> RenderableType:
     for view in status.relays:
         if view.load is None:
             continue
-        told = [*(view.load.hop.repairs if view.load.hop else []), *view.load.errors]
+        told = [*_repairs(view.load.hop), *view.load.errors]
         name = short(view.record.id)
         parts += [Text(f"{name}: {line}", style="red") for line in _hindrances(view.load, status.now_us)]
         parts += [Text(f"{name}: {line}", style="yellow") for line in told]
     return Group(*parts)
+
+
+def _repairs(hop: RelayHop | None) -> list[str]:
+    """Of the last transfer; how many came before those that were reported, if any did."""
+    if hop is None:
+        return []
+    earlier = hop.repaired - len(hop.repairs)
+    return [*([f"{earlier} repairs of version {hop.version} before these:"] if earlier > 0 else []), *hop.repairs]
 
 
 def _hindrances(load: RelayLoad, now_us: int) -> list[str]:

@@ -202,6 +202,40 @@ async def test_only_what_is_missing_is_sent_and_a_link_serves_again(make_pair: C
     await link.close()
 
 
+@pytest.mark.parametrize("grain", [1, 2, 4])
+async def test_two_links_fill_one_arena_with_a_share_each(make_pair: Callable[..., Pair], grain: int) -> None:
+    pair = make_pair()
+    shares = [ALL.every(2, i, grain) for i in range(2)]
+    links = [await pair.found() for _ in shares]
+    came = await asyncio.gather(*map(pair.receive, links, shares, [grain] * 2))
+    assert [list(share.runs(grain)) for share in shares] == came and all(came)
+    pieces = sorted(came[0] + came[1], key=lambda piece: piece.first)
+    assert pieces == list(ALL.runs(grain)) and pair.received(pieces)
+    for link in links:
+        await link.close()
+
+
+async def test_a_peer_that_dies_while_two_links_bring_a_share_each_leaves_what_came(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair(complete=False)
+    pair.holder.found.set()
+    grain, last = 2, Piece(CHUNKS - 1, 1)
+    links = [await pair.found() for _ in range(2)]
+    receiving = [link.receive(pair.arena, ALL.every(2, i, grain), grain) for i, link in enumerate(links)]
+    async with aclosing(receiving[0]) as first, aclosing(receiving[1]) as second:
+        for piece in (last, Piece(2, 2)):
+            pair.holder.arriving.add(piece)
+        assert [await anext(first), await anext(second)] == [last, Piece(2, 2)], "the last piece is shorter"
+        await pair.server.close()
+        for pieces in (first, second):
+            with pytest.raises(LinkBroken):
+                await anext(pieces)
+    assert pair.received([last, Piece(2, 2)])
+    for link in links:
+        await link.close()
+
+
 async def test_a_known_layout_is_not_sent_again(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     link = await pair.open()

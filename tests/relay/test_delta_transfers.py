@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
 import pytest
 
-from laminar.relay.transport.base import VersionName
+from laminar.relay.chunks import ChunkSet, Piece
+from laminar.relay.transport.base import ChunkSource, LinkBroken, PullRequest, VersionName
+from laminar.relay.transport.frames import PREFIX, FrameChannel, Kind
+from laminar.relay.transport.pieces import send_pieces
 
 Chain = Any
 """`conftest.Chain`, which pytest loads by its path."""
 Node = Any
+CHUNK = 4096
 
 
 def a_little_changed(data: bytes, seed: int, *, words: int = 200) -> bytes:
@@ -98,6 +103,102 @@ async def test_a_death_within_a_broadcast_of_differences_is_gone_round(chain: Ch
     hop = last.follower.hops[-1]
     assert last.bytes_of(name) == data and hop.peers == ("r2", "r1")
     assert hop.received < 0.3 * hop.nbytes, "the rest came as differences too"
+
+
+class Sending:
+    """Lets a relay give `pieces` pieces, and more once it is `going_on`."""
+
+    def __init__(self, node: Node, pieces: int) -> None:
+        self.pieces = pieces
+        self.going_on = asyncio.Event()
+        self._find, node.holdings.find = node.holdings.find, self.find
+
+    async def find(self, request: PullRequest) -> ChunkSource:
+        source = await self._find(request)
+        ready = source.ready
+
+        async def some(wanted: ChunkSet, grain: int) -> Piece:
+            if self.pieces <= 0:
+                await self.going_on.wait()
+            self.pieces -= 1
+            return await ready(wanted, grain)
+
+        source.ready = some  # type: ignore[method-assign]
+        return source
+
+
+async def came(chain: Chain, node: Node, chunks: int) -> None:
+    def so_many() -> bool:
+        transfer = node.follower.receiving
+        missing = transfer.pull.missing if transfer else None
+        return missing is not None and missing.size - len(missing) >= chunks
+
+    await chain.until(so_many, f"{chunks} chunks")
+
+
+@pytest.mark.parametrize(("streams", "pieces"), [(1, 1), (2, 6), (1, 11)])
+@pytest.mark.parametrize("survivor", ["has the base", "has none", "sends whole"])
+async def test_the_sender_of_differences_dies_midway_and_another_sends_the_rest(
+    chain: Chain, streams: int, pieces: int, survivor: str
+) -> None:
+    """As differences too where the other one holds the base, else whole; what came is kept."""
+    grain = 4
+    first, second, last = await of(chain, 3)
+    last.follower.tuning.grain, last.follower.tuning.streams = grain, streams
+    name, data = await publish_changed(first, 2)
+    chain.nodes.remove(last)
+    await spread(chain, name)
+    chain.nodes.append(last)
+    Sending(second, pieces)
+    if survivor == "has none":
+        first.holdings.discard(1)
+    elif survivor == "sends whole":
+        first.transport._delta_share = 0.0
+    last.follower.published([name])
+    await came(chain, last, grain * pieces)
+    assert last.follower.receiving.pull.peer == "r1"
+    await chain.kill(second)
+    await chain.until_all_hold(name)
+    hop = last.follower.hops[-1]
+    assert last.bytes_of(name) == data
+    assert hop.peers == ("r1", "r0") and [(r.lost, r.found) for r in hop.repairs] == [("r1", "r0")]
+    if survivor == "has the base":
+        assert hop.received < 0.3 * hop.nbytes
+    else:
+        rest = hop.nbytes - grain * pieces * CHUNK
+        assert rest <= hop.received < rest + 0.3 * hop.nbytes, "what came is not sent again"
+
+
+async def test_a_sender_that_dies_within_a_difference_leaves_the_arena_sound(chain: Chain) -> None:
+    """Half of a difference is none: nothing of it lies in the arena, and the piece comes from another."""
+    first, second, last = await of(chain, 3)
+    name, data = await publish_changed(first, 2)
+    chain.nodes.remove(last)
+    await spread(chain, name)
+    chain.nodes.append(last)
+    second.transport._serve_chunks = cut_off_within_the_third
+    last.follower.published([name])
+    await chain.until_all_hold(name)
+    hop = last.follower.hops[-1]
+    assert last.bytes_of(name) == data and hop.peers == ("r1", "r0")
+    assert any("closed the connection within a piece" in error for error in last.holdings.errors)
+
+
+async def cut_off_within_the_third(channel: FrameChannel, source: ChunkSource, wanted: ChunkSet, grain: int) -> None:
+    """As `TcpTransport._serve_chunks` until the connection ends in the middle of what was announced."""
+    send_bytes, announced = channel.send_bytes, 0
+
+    async def short(data: memoryview) -> None:
+        nonlocal announced
+        announced += data.nbytes > PREFIX.size and data[0] == Kind.DELTA
+        # The encoded difference follows the frame that announces it, untagged.
+        if announced == 3 and data[0] != Kind.DELTA:
+            await send_bytes(data[: data.nbytes // 2])
+            raise LinkBroken("the sender dies")
+        await send_bytes(data)
+
+    channel.send_bytes = short  # type: ignore[method-assign]
+    await send_pieces(channel, source, wanted, grain, delta_share=0.5)
 
 
 async def test_differences_can_be_turned_off(chain: Chain) -> None:

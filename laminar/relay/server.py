@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from laminar.errors import ConfigError, WeightsError
+from laminar.relay.accepting import BACKLOG, accept_all
 from laminar.relay.arena import ArenaState
 from laminar.relay.channel import FRAME_TIMEOUT, Channel
 from laminar.relay.holdings import Held, Holdings
@@ -95,7 +96,7 @@ class RelayServer:
         except BaseException:
             await self.stop()
             raise
-        self._accepting = asyncio.create_task(self._accept(self._listener))
+        self._accepting = asyncio.create_task(accept_all(self._listener, self._begin, self.holdings.record_error))
         log.info("relay serves run=%s at %s", self.run, self.socket_path)
 
     async def stop(self) -> None:
@@ -119,18 +120,10 @@ class RelayServer:
     ) -> None:
         await self.stop()
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as e:
-                self.holdings.record_error(f"cannot accept a connection: {e.strerror}")
-                await asyncio.sleep(0.1)
-                continue
-            task = asyncio.create_task(self._serve(sock))
-            self._sessions.add(task)
-            task.add_done_callback(self._ended)
+    def _begin(self, sock: socket.socket, _: object) -> None:
+        task = asyncio.create_task(self._serve(sock))
+        self._sessions.add(task)
+        task.add_done_callback(self._ended)
 
     async def _serve(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -361,7 +354,7 @@ def _bind(path: Path) -> socket.socket:
     try:
         listener.bind(str(path))
         path.chmod(0o600)
-        listener.listen(128)
+        listener.listen(BACKLOG)
     except OSError as e:
         listener.close()
         raise ConfigError(f"cannot bind the relay's socket {path}: {e.strerror}") from e

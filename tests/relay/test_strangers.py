@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.relay.transport import tcp
+from laminar.relay.transport import admission, tcp
 from laminar.relay.transport.base import ChunkSource, LinkBroken, PullRequest
 from laminar.relay.transport.strangers import PATIENCE_S, Strangers, network_of
 from laminar.relay.transport.tcp import TcpTransport
@@ -107,12 +107,12 @@ async def test_who_proves_the_secret_comes_in_past_a_full_house_of_its_own_addre
     full = asyncio.Event()
 
     def on_refusal(message: str) -> None:
-        if f"{tcp.MAX_STRANGERS} of them from 127.0.0.1" in message:
+        if f"{admission.MAX_STRANGERS} of them from 127.0.0.1" in message:
             full.set()
 
     server = TcpTransport(secret=SECRET, run="demo", relay="me", on_refusal=on_refusal)
     endpoint = await server.listen(_nothing)
-    attack = asyncio.create_task(_stay_mute(endpoint, 2 * tcp.MAX_STRANGERS))
+    attack = asyncio.create_task(_stay_mute(endpoint, 2 * admission.MAX_STRANGERS))
     asker = TcpTransport(secret=SECRET, run="demo", relay="asker")
     try:
         async with asyncio.timeout(60):
@@ -131,7 +131,7 @@ async def test_who_proves_the_secret_comes_in_past_a_full_house_of_its_own_addre
 
 
 async def test_a_connection_that_loses_its_place_is_closed_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(admission, "MAX_STRANGERS", 2)
     told: list[str] = []
     server = TcpTransport(secret=SECRET, run="demo", relay="me", on_refusal=told.append)
     host, port = tcp.split_endpoint(await server.listen(_nothing))

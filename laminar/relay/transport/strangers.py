@@ -2,13 +2,13 @@
 
 A full house takes in a newcomer at the cost of the network that holds most places, so that one that opens many
 connections and says nothing keeps out only itself; and of that network's connections at the cost of the oldest, if it
-has had time to prove the secret. So who proves it at once comes in, however many others never do.
+has had time to prove the secret. So who proves it at once comes in, however many others never do. To refuse somebody
+costs a look at each network, not at each place: there may be many to refuse.
 """
 
 from __future__ import annotations
 
-import ipaddress
-from collections import Counter
+import socket
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -16,12 +16,8 @@ K = TypeVar("K")
 
 PATIENCE_S = 0.5
 """Seconds that a connection has for sure: many times what a proof takes."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    network: str
-    since: float
+MAPPED = bytes(10) + b"\xff\xff"
+"""What an IPv6 address that means an IPv4 one begins with."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +38,55 @@ class Strangers(Generic[K]):
     def __init__(self, places: int, patience_s: float = PATIENCE_S) -> None:
         self._places = places
         self._patience_s = patience_s
-        self._held: dict[K, _Place] = {}  # the oldest first
+        self._networks: dict[K, str] = {}
+        self._since: dict[str, dict[K, float]] = {}
+        """Of each network that holds any, the oldest first."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._networks)
 
     def admit(self, key: K, address: str, now: float) -> Verdict[K]:
         """Give a newcomer from this address a place, if need be another's."""
         network = network_of(address)
-        if len(self._held) < self._places:
-            self._held[key] = _Place(network, now)
+        if len(self) < self._places:
+            self._enter(key, network, now)
             return Verdict(taken=True)
-        held = Counter(place.network for place in self._held.values())
-        most = max(held.values())
+        most = max(map(len, self._since.values()))
+        own = len(self._since.get(network, ()))
         # Of networks that hold equally many, the newcomer's own: nobody else pays for a network's many connections.
-        fullest = network if held[network] == most else max(held, key=lambda n: held[n])
-        oldest = next(k for k, place in self._held.items() if place.network == fullest)
-        fairer = held[network] + 1 < most
-        if not fairer and now - self._held[oldest].since < self._patience_s:
+        fullest = network if own == most else next(n for n, places in self._since.items() if len(places) == most)
+        oldest, since = next(iter(self._since[fullest].items()))
+        fairer = own + 1 < most
+        if not fairer and now - since < self._patience_s:
             return Verdict(taken=False, network=fullest, held=most)
-        del self._held[oldest]
-        self._held[key] = _Place(network, now)
+        self.leave(oldest)
+        self._enter(key, network, now)
         return Verdict(taken=True, closed=oldest, network=fullest, held=most)
 
     def leave(self, key: K) -> None:
         """It proved the secret, or ended; one that has lost its place leaves none."""
-        self._held.pop(key, None)
+        network = self._networks.pop(key, None)
+        if network is None:
+            return
+        places = self._since[network]
+        del places[key]
+        if not places:
+            del self._since[network]
+
+    def _enter(self, key: K, network: str, now: float) -> None:
+        self._networks[key] = network
+        self._since.setdefault(network, {})[key] = now
 
 
 def network_of(address: str) -> str:
-    """What one attacker easily has all addresses of: an IPv4 address, or the 64 leading bits of an IPv6 one."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    """What one attacker easily has all addresses of: an IPv4 address, or the 64 leading bits of an IPv6 one. What is
+    no address, as that of a Unix socket, is a network of its own."""
+    if ":" not in address:
         return address
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.ip_network((found, 64), strict=False))
-    return str(found)
+    try:
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    except OSError:
+        return address
+    if packed.startswith(MAPPED):
+        return socket.inet_ntop(socket.AF_INET, packed[len(MAPPED) :])
+    return f"{socket.inet_ntop(socket.AF_INET6, packed[:8] + bytes(8))}/64"

@@ -10,18 +10,20 @@ you trust, as most clusters' are.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
 
 from laminar.errors import ConfigError, WeightsError
+from laminar.relay.accepting import BACKLOG, accept_all
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece, span
 from laminar.relay.protocol import ProtocolError
+from laminar.relay.transport.admission import Admission
 from laminar.relay.transport.base import (
     ChunkSource,
     FabricFailed,
@@ -49,7 +51,6 @@ from laminar.relay.transport.frames import (
 from laminar.relay.transport.handshake import ACCEPT, GREETING, PROOF, Asker, Identity, Server
 from laminar.relay.transport.names import Address, Names, join_endpoint, split_endpoint
 from laminar.relay.transport.pieces import alive, receive_delta, send_pieces
-from laminar.relay.transport.strangers import Strangers
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +58,6 @@ HANDSHAKE_S = 5.0
 """Seconds that a stranger may take to prove the secret."""
 IDLE_S = 30.0
 """Seconds between two requests of an asker."""
-MAX_STRANGERS, MAX_CONNECTIONS = 128, 640
-"""Connections that have not proved the secret, of which one makes place for another; and all: more are closed."""
-BACKLOG = 128
 
 
 async def listen_at(address: str, port: int) -> socket.socket:
@@ -114,14 +112,14 @@ class TcpTransport:
         self._names = names or Names()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS)
+        self._admission = Admission(on_refusal)
         self._layouts: dict[str, bytes] = {}
 
     async def listen(self, find: FindSource) -> str:
         """Raises ConfigError if the address cannot be bound."""
         self._listener = await listen_at(self._bind, self._port)
         host, port = self._listener.getsockname()[:2]
-        self._spawn(self._accept(self._listener, find))
+        self._spawn(accept_all(self._listener, partial(self._begin, find), self._on_refusal))
         return join_endpoint(self._advertise or host, port)
 
     async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SocketLink:
@@ -170,35 +168,10 @@ class TcpTransport:
 
     # -- serving ------------------------------------------------------------------------------------------------
 
-    async def _accept(self, listener: socket.socket, find: FindSource) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, address = await loop.sock_accept(listener)
-            except OSError as e:
-                self._on_refusal(f"cannot accept a connection: {e.strerror}")
-                await asyncio.sleep(0.1)
-                continue
-            if len(self._tasks) > MAX_CONNECTIONS:
-                self._on_refusal(f"too many connections ({len(self._tasks)}); one from {address[0]} is closed")
-                sock.close()
-            elif self._has_place(sock, address[0]):
-                self._spawn(self.serve(sock, f"{address[0]}:{address[1]}", find))
-
-    def _has_place(self, sock: socket.socket, address: str) -> bool:
-        """Give a stranger a place, if need be that of another; close the one that has none."""
-        verdict = self._strangers.admit(sock, address, asyncio.get_running_loop().time())
-        if verdict.network:
-            self._on_refusal(
-                f"{len(self._strangers)} connections have not proved the secret, {verdict.held} of them from "
-                f"{verdict.network}: {'one of those' if verdict.taken else f'another from {address}'} is closed"
-            )
-        if not verdict.taken:
-            sock.close()
-        elif verdict.closed is not None:
-            with contextlib.suppress(OSError):  # it may be gone
-                verdict.closed.shutdown(socket.SHUT_RDWR)
-        return verdict.taken
+    def _begin(self, find: FindSource, sock: socket.socket, address: tuple[str, int]) -> None:
+        # The task that accepts is one of those.
+        if self._admission.admits(sock, address[0], len(self._tasks) - 1):
+            self._spawn(self.serve(sock, f"{address[0]}:{address[1]}", find))
 
     async def serve(self, sock: socket.socket, address: str, find: FindSource) -> None:
         """Serve one connection until its end; whatever it sends, only it is ended."""
@@ -208,7 +181,7 @@ class TcpTransport:
             try:
                 await self._admit(channel)
             finally:
-                self._strangers.leave(sock)
+                self._admission.leave(sock)
             while True:
                 await self._answer(channel, find)
         except (PeerRefused, ProtocolError) as e:

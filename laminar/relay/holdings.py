@@ -302,9 +302,11 @@ class Holdings:
                     f"version {version} is held with digest {known.info.digest[:12]}; {info.digest[:12]} is refused: "
                     "a version has one digest for ever, publish other bytes under another number"
                 )
-        except WeightsError as e:
+        except Exception as e:
+            # Whatever it is: an arena that stays incoming would be lost for ever, and there are few.
             self.release(arena)
-            self.record_error(str(e))
+            if isinstance(e, WeightsError):
+                self.record_error(str(e))
             raise
         if known is not None:
             self.release(arena)

@@ -296,6 +296,7 @@ class Session:
     async def _seal(self, request: Message) -> None:
         version = integer(request, "version", 0, MAX_VERSION)
         own_bytes = integer({"bytes": 0, **request}, "bytes", 0, MAX_VERSION)
+        replaces = text({"replaces": "", **request}, "replaces", 128)
         if self._reserved is None:
             raise ProtocolError("seal without a reservation on this connection")
         try:
@@ -305,7 +306,6 @@ class Session:
             self._holdings.record_error(f"version {version}: {e}")
             raise
         reservation = self._end_reservation()
-        replaces = text({"replaces": "", **request}, "replaces", 128)
         info = await self._holdings.seal(reservation.arena, reservation.layout, version, replaces=replaces)
         await self._reply(version=info.to_json())
 

@@ -11,7 +11,7 @@ import pytest
 
 from laminar.errors import ConfigError, WeightsError
 from laminar.relay import arena as arenas_of
-from laminar.relay.arena import ArenaState
+from laminar.relay.arena import Arena, ArenaState
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout
 from laminar.relay.memory import Scope
@@ -220,6 +220,21 @@ async def test_a_seal_goes_on_when_its_caller_is_cancelled(holdings: Holdings) -
     await asyncio.sleep(0)
     task.cancel()
     assert (await holdings.wait(-1, 5)) is not None
+
+
+async def test_a_seal_that_fails_in_an_unforeseen_way_gives_its_arena_back(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(arena: Arena, layout: Layout) -> list[bytes]:
+        raise MemoryError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(holdings, "_finish", no_memory)
+        for version in range(3):
+            with pytest.raises(MemoryError):
+                await publish(holdings, version, 1)
+    assert await publish(holdings, 3, 1)
+    assert any("MemoryError" in error for error in holdings.errors)
 
 
 async def test_waiting_ends_with_a_newer_version_or_at_its_deadline(holdings: Holdings) -> None:

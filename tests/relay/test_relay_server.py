@@ -369,7 +369,7 @@ def malformed(rng: random.Random) -> bytes:
         {"command": "reserve", "layout": LAYOUT.to_json(), "writers": 3},
         {"command": "join", "ticket": "0" * 32},
         {"command": "wrote", "bytes": 1},
-        {"command": "seal", "version": 3, "bytes": 1},
+        {"command": "seal", "version": 3, "bytes": 1, "replaces": "0" * 64},
         {"command": "open", "version": None},
         {"command": "retain", "versions": [1]},
         {"command": "wait", "newer_than": -1, "timeout": 0.0},
@@ -407,6 +407,21 @@ def malformed(rng: random.Random) -> bytes:
     for _ in range(rng.randrange(1, 4)):
         frames[rng.randrange(len(frames))] = rng.randrange(256)
     return bytes(frames)
+
+
+@pytest.mark.parametrize("wrong", [{"version": "3"}, {"bytes": -1}, {"replaces": ["x"]}, {"replaces": "x" * 129}])
+async def test_a_seal_that_cannot_be_read_costs_no_arena(
+    server: RelayServer, client: AsyncRelayClient, wrong: dict[str, object]
+) -> None:
+    frames = [
+        HELLO,
+        encode({"command": "reserve", "layout": LAYOUT.to_json()}),
+        encode({"command": "seal", "version": 3, **wrong}),
+    ]
+    for _ in range(3):
+        await attack(server.socket_path, b"".join(frames))
+    await until(client, lambda s: s.arenas["incoming"] == 0 and s.arenas["draining"] == 0)
+    await publish(client, 3, 1.0)
 
 
 async def attack(path: Path, data: bytes) -> None:

@@ -198,6 +198,8 @@ class RelayLoad(Record):
     """Since this relay started."""
     refusals: int = 0
     """Connections of strangers, or that broke the protocol."""
+    last_refusal: str = ""
+    """Why the last of those was refused, shortened."""
     errors: list[str] = []
     """The last ones, shortened."""
     stall: RelayStall | None = None

@@ -57,7 +57,8 @@ class HeldVersion:
 
 @dataclass(frozen=True)
 class RelayStatus:
-    """`boot` is new at each start of the relay; `arenas` counts them by state; `errors` are the last ones."""
+    """`boot` is new at each start of the relay; `arenas` counts them by state; `errors` are the last ones. `refusals`:
+    connections that were refused, and why the last one was."""
 
     run: str
     boot: str
@@ -66,6 +67,8 @@ class RelayStatus:
     arenas: dict[str, int]
     retained: tuple[int, ...]
     errors: tuple[str, ...]
+    refusals: int
+    last_refusal: str
 
 
 class RelayConnection:
@@ -87,6 +90,8 @@ class RelayConnection:
             arenas=reply["arenas"],
             retained=tuple(reply["retained"]),
             errors=tuple(reply["errors"]),
+            refusals=reply["refusals"],
+            last_refusal=reply["last_refusal"],
         )
 
     def versions(self) -> list[VersionInfo]:

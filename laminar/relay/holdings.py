@@ -79,6 +79,8 @@ class Holdings:
         self.retained: frozenset[int] = frozenset()
         self.errors: deque[str] = deque(maxlen=16)
         self.refusals = 0
+        self.last_refusal = ""
+        """Not among the errors: strangers can make as many as they like, and would push out what went wrong here."""
         self.skipped: deque[VersionName] = deque(maxlen=16)
         """Versions that this relay will not have, for want of an arena: nobody should wait for them here."""
         self.fetch_elsewhere: Callable[[VersionName, float], Awaitable[None]] | None = None
@@ -269,7 +271,7 @@ class Holdings:
     def record_refusal(self, message: str) -> None:
         """A stranger, or nonsense: counted always, logged at most once a second, since there may be many."""
         self.refusals += 1
-        self.errors.append(message)
+        self.last_refusal = message
         now = asyncio.get_running_loop().time()
         if now - self._refusal_logged_at >= 1.0:
             self._refusal_logged_at = now

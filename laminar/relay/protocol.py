@@ -6,7 +6,7 @@ the first byte of the frame that announces it. Each request gets one reply: {"ok
 
     command   request                    reply
     hello     protocol, run              protocol, run, boot, chunk_bytes
-    status                               versions, newest, arenas, retained, errors
+    status                               versions, newest, arenas, retained, errors, refusals
     reserve   layout, writers            reserved: true, ticket + writable fd | false, reason
     join      ticket                     layout_digest + writable fd  (of an arena reserved for several writers)
     wrote     bytes                      -   (by one that joined; its mapping is closed)

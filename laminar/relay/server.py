@@ -133,7 +133,7 @@ class RelayServer:
             self._admit(sock)
             await session.run()
         except ProtocolError as e:
-            self.holdings.record_error(f"refused a connection: {e}")
+            self.holdings.record_refusal(f"refused a connection: {e}")
             await channel.refuse(str(e))
         except (OSError, TimeoutError) as e:
             log.debug("a connection ended: %r", e)
@@ -253,6 +253,8 @@ class Session:
             arenas={state.value: holdings.pool.count(state) for state in ArenaState},
             retained=sorted(holdings.retained),
             errors=list(holdings.errors),
+            refusals=holdings.refusals,
+            last_refusal=holdings.last_refusal,
         )
 
     async def _reserve(self, request: Message) -> None:

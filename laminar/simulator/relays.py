@@ -102,6 +102,7 @@ class SimRelayAccess:
             return RelayStatus(
                 run=relay.run, boot=relay.process.name, newest=newest.version if newest else None, versions=held,
                 arenas={}, retained=tuple(sorted(relay.holdings.retained)), errors=tuple(relay.holdings.errors),
+                refusals=relay.holdings.refusals, last_refusal=relay.holdings.last_refusal,
             )  # fmt: skip
 
         return await self._call(status)

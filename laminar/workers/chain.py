@@ -190,6 +190,7 @@ class ChainMember:
             hop=self._last_hop(),
             repairs=follower.repairs,
             refusals=holdings.refusals,
+            last_refusal=holdings.last_refusal[:SHOWN_CHARACTERS],
             errors=[error[:SHOWN_CHARACTERS] for error in list(holdings.errors)[-SHOWN_ERRORS:]],
             stall=self._stall(),
             troubles=[
@@ -261,4 +262,5 @@ async def relay_transports(run: Run, relay: str, holdings: Holdings) -> list[Tra
         stall_s=config.stall_timeout,
         delta_share=config.delta_share,
         on_refusal=holdings.record_refusal,
+        on_error=holdings.record_error,
     )

@@ -69,6 +69,27 @@ async def test_others_have_their_turn_while_strangers_keep_coming_to_a_transport
         await server.close()
 
 
+async def test_what_fails_here_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told among the errors, which strangers do not push out."""
+
+    async def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(TcpTransport, "serve", broken)
+    errors: asyncio.Queue[str] = asyncio.Queue()
+    refusals: list[str] = []
+    server = TcpTransport(
+        secret=b"s" * 32, run="demo", relay="me", on_refusal=refusals.append, on_error=errors.put_nowait
+    )
+    try:
+        with socket.create_connection(split_endpoint(await server.listen(_never))):
+            async with asyncio.timeout(30):
+                assert "broken" in await errors.get()
+        assert not refusals
+    finally:
+        await server.close()
+
+
 async def test_others_have_their_turn_while_processes_keep_coming_to_the_local_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

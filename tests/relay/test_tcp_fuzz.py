@@ -52,7 +52,8 @@ class Target:
     def __init__(self) -> None:
         self.holdings = Holdings(chunk_bytes=CHUNK, retain=2)
         self.transport = TcpTransport(
-            secret=SECRET, run="demo", relay="me", on_refusal=self.holdings.record_refusal, stall_s=1.0
+            secret=SECRET, run="demo", relay="me", stall_s=1.0,
+            on_refusal=self.holdings.record_refusal, on_error=self.holdings.record_error,
         )
 
     async def start(self) -> None:
@@ -291,7 +292,7 @@ async def test_a_false_length_costs_no_memory(target: Target) -> None:
     asker.finish(await exactly(ours, ACCEPT.size))
     await loop.sock_sendall(ours, PREFIX.pack(Kind.FIND, 0xFFFFFFFF))
     await asyncio.wait_for(serving, 5)
-    assert f"over its limit of {LONGEST[Kind.FIND]}" in target.holdings.errors[-1]
+    assert f"over its limit of {LONGEST[Kind.FIND]}" in target.holdings.last_refusal
     ours.close()
 
 
@@ -299,7 +300,7 @@ async def test_a_stranger_who_says_nothing_is_let_go(target: Target, monkeypatch
     monkeypatch.setattr(tcp, "HANDSHAKE_S", 0.1)
     ours, theirs = socket.socketpair()
     await asyncio.wait_for(target.transport.serve(theirs, "a mute", target.holdings.find), 5)
-    assert "did not prove the secret within 0.1 s" in target.holdings.errors[-1]
+    assert "did not prove the secret within 0.1 s" in target.holdings.last_refusal
     ours.close()
 
 

@@ -332,6 +332,19 @@ async def test_a_relay_forgets_when_it_heard_of_old_versions(follows: ChainMembe
     assert sorted(follows._heard) == list(range(2 * MAX_HEARD, 3 * MAX_HEARD))
 
 
+async def test_strangers_do_not_hide_what_went_wrong(follows: ChainMember) -> None:
+    holdings = follows.holdings
+    holdings.record_error("version 3 is damaged")
+    for i in range(100):
+        holdings.record_refusal(f"refused 10.0.0.66:{i}: it did not prove the secret")
+    load = follows.load()
+    assert (load.errors, load.refusals) == (["version 3 is damaged"], 100)
+    head = WeightsHead(version=9, digest="d", layout_digest="", bytes=1, master="")
+    lines = shown(0, head, load)
+    assert any(line.endswith(": version 3 is damaged") for line in lines)
+    assert any("100 connections refused, the last one: refused 10.0.0.66:99: it did not" in line for line in lines)
+
+
 async def test_a_relay_reports_since_when_and_why_a_version_does_not_come(follows: ChainMember) -> None:
     clock, hindrances = follows.clock, follows.follower.hindrances
     assert isinstance(clock, HandClock)

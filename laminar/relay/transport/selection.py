@@ -37,6 +37,7 @@ def open_transports(
     stall_s: float = 2.0,
     delta_share: float = 0.5,
     on_refusal: Callable[[str], None] = lambda reason: None,
+    on_error: Callable[[str], None] = lambda problem: None,
 ) -> list[Transport]:
     """Best first; for the arguments see TcpTransport. A fixed `port` is that of tcp, the one after it that of verbs.
 
@@ -45,7 +46,7 @@ def open_transports(
     names = Names()
     tcp = TcpTransport(
         secret=secret, run=run, relay=relay, bind=bind, port=port, advertise=advertise, stall_s=stall_s,
-        delta_share=delta_share, on_refusal=on_refusal, names=names,
+        delta_share=delta_share, on_refusal=on_refusal, on_error=on_error, names=names,
     )  # fmt: skip
     # An address that only this host reaches says that no weights are to leave it.
     if choice == "tcp" or (choice == "auto" and _is_loopback(bind)):
@@ -59,7 +60,7 @@ def open_transports(
         return [tcp]
     verbs = VerbsTransport(
         device, gid, secret=secret, run=run, relay=relay, bind=bind, port=port + 1 if port else 0, advertise=advertise,
-        stall_s=stall_s, on_refusal=on_refusal, names=names,
+        stall_s=stall_s, on_refusal=on_refusal, on_error=on_error, names=names,
     )  # fmt: skip
     return [verbs, tcp]
 

@@ -85,7 +85,8 @@ class TcpTransport:
 
     `stall_s`: seconds of silence after which a peer counts as dead. `delta_share`: a piece goes as its difference to
     the asker's base if that takes at most this share of its bytes; 0: never. `on_refusal` is told why somebody was
-    refused. `names`: where peers' names are looked up, if together with another transport.
+    refused, as often as strangers like; `on_error` what went wrong here. `names`: where peers' names are looked up, if
+    together with another transport.
     """
 
     name = "tcp"
@@ -102,13 +103,14 @@ class TcpTransport:
         stall_s: float = 2.0,
         delta_share: float = 0.5,
         on_refusal: Callable[[str], None] = lambda reason: None,
+        on_error: Callable[[str], None] = lambda problem: None,
         names: Names | None = None,
     ) -> None:
         self._secret, self._run, self._relay = secret, run, relay
         self._bind, self._port, self._advertise = bind, port, advertise
         self._stall_s = stall_s
         self._delta_share = delta_share
-        self._on_refusal = on_refusal
+        self._on_refusal, self._on_error = on_refusal, on_error
         self._names = names or Names()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -119,7 +121,7 @@ class TcpTransport:
         """Raises ConfigError if the address cannot be bound."""
         self._listener = await listen_at(self._bind, self._port)
         host, port = self._listener.getsockname()[:2]
-        self._spawn(accept_all(self._listener, partial(self._begin, find), self._on_refusal))
+        self._spawn(accept_all(self._listener, partial(self._begin, find), self._on_error))
         return join_endpoint(self._advertise or host, port)
 
     async def connect(self, relay: str, endpoint: str, *, deadline_s: float) -> SocketLink:
@@ -254,7 +256,7 @@ class TcpTransport:
         self._tasks.discard(task)  # type: ignore[arg-type]
         failure = None if task.cancelled() else task.exception()
         if failure is not None:
-            self._on_refusal(f"internal error: {failure!r}")
+            self._on_error(f"internal error: {failure!r}")
             log.error("a connection to a relay failed", exc_info=failure)
 
 

@@ -78,6 +78,8 @@ def render_chain(status: ChainStatus) -> RenderableType:
         told = [*_repairs(view.load.hop), *view.load.errors]
         name = short(view.record.id)
         parts += [Text(f"{name}: {line}", style="red") for line in _hindrances(view.load, status.now_us)]
+        if view.load.last_refusal:
+            told.append(f"{view.load.refusals} connections refused, the last one: {view.load.last_refusal}")
         parts += [Text(f"{name}: {line}", style="yellow") for line in told]
     return Group(*parts)
 

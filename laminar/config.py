@@ -296,7 +296,8 @@ class RelayConfig(Section):
     """Where relays listen for each other: an address, `0.0.0.0` for all, or a network such as `10.1.0.0/16` of which
     each host takes its own address. With the default no weights leave the host. LAMINAR_RELAY_BIND overrides it."""
     port: int = Field(0, ge=0, lt=65536)
-    """Port that relays listen at, and with RDMA the one after it; 0: any free ones. If fixed, one relay a host."""
+    """Port that relays listen at, and with RDMA the one after it, so at most 65534 unless `transport` is `tcp`; 0: any
+    free ones. If fixed, one relay a host."""
     advertise: str = ""
     """Host name or address by which others reach a relay, if not the one it listens at (`0.0.0.0`: the host's name).
     Mostly given as LAMINAR_RELAY_ADVERTISE, since it differs from host to host."""
@@ -310,6 +311,15 @@ class RelayConfig(Section):
     at most this share of its bytes, and as long as versions come faster so than whole; 0: always whole."""
     stall_timeout: float = Field(2.0, ge=0.5)
     """Seconds of silence after which the relay before counts as dead; living ones speak four times a second."""
+
+    @model_validator(mode="after")
+    def _ports_exist(self) -> RelayConfig:
+        if self.port == 65535 and self.transport != "tcp":
+            raise ValueError(
+                f"relay.port = 65535 with relay.transport = {self.transport!r}: RDMA uses the port after it, "
+                "and 65535 is the last one there is; set relay.port to 65534 or less, or relay.transport to 'tcp'"
+            )
+        return self
 
 
 class LoggingConfig(Section):

@@ -51,6 +51,15 @@ def test_numbers_that_cannot_be_meant_are_refused_by_name(section: str, values: 
         config(section, **values)
 
 
+def test_the_port_that_rdma_uses_exists() -> None:
+    """65536 is none: the kernel would take any free one for it, and firewalls would not let it through."""
+    for transport in ("auto", "verbs"):
+        with pytest.raises(ConfigError, match=r"65535 is the last one.*65534 or less, or relay.transport to 'tcp'"):
+            config("relay", port=65535, transport=transport)
+        assert config("relay", port=65534, transport=transport).relay.port == 65534
+    assert config("relay", port=65535, transport="tcp").relay.port == 65535
+
+
 @pytest.mark.parametrize(
     ("text", "name"), [("2026", "2026"), ("2026-11-29", "2026-11-29"), ("warm", "warm"), ("'2026'", "2026")]
 )

@@ -19,7 +19,7 @@ still coming. Invariants:
 
     layout arena mapping memory tensors   what a version is, and the memory that it lies in
     holdings server client protocol       what a relay holds; how processes of its host reach it
-    accepting                             connections, without keeping the loop from anything else
+    accepting binding                     its sockets: how connections come in, where the local one lies
     reservation writing channel           memory that local processes fill, alone or together
     blocks tensor_parallel                which part of each tensor one process of several writes, or reads
     chain chunks pull                     decisions: order of the chain, pieces, one version's way here (no I/O)

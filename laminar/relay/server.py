@@ -10,15 +10,15 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 
-from laminar.errors import ConfigError, WeightsError
-from laminar.relay.accepting import BACKLOG, accept_all
+from laminar.errors import WeightsError
+from laminar.relay.accepting import accept_all
 from laminar.relay.arena import ArenaState
+from laminar.relay.binding import bind
 from laminar.relay.channel import FRAME_TIMEOUT, Channel
 from laminar.relay.holdings import Held, Holdings
 from laminar.relay.layout import Layout
@@ -90,7 +90,7 @@ class RelayServer:
 
     async def start(self) -> None:
         """Raises ConfigError if the socket, the kernel or memory do not allow a relay here."""
-        self._listener = _bind(self.socket_path)
+        self._listener = bind(self.socket_path)
         try:
             await self.holdings.start()
         except BaseException:
@@ -339,42 +339,3 @@ class Session:
 
     async def _reply(self, fd: int | None = None, **content: object) -> None:
         await self._channel.send({"ok": True, **content}, fd)
-
-
-def _bind(path: Path) -> socket.socket:
-    """A listening socket of mode 0600. Raises ConfigError if others can enter its folder or a relay serves there."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = path.parent.stat()
-    if folder.st_uid != os.getuid() or stat.S_IMODE(folder.st_mode) & 0o077:
-        raise ConfigError(
-            f"the relay's folder {path.parent} has mode {stat.S_IMODE(folder.st_mode):o} and user {folder.st_uid}: it "
-            f"must belong to user {os.getuid()} alone; chmod 700 it or name another"
-        )
-    if path.is_symlink() or path.exists():
-        _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(BACKLOG)
-    except OSError as e:
-        listener.close()
-        raise ConfigError(f"cannot bind the relay's socket {path}: {e.strerror}") from e
-    listener.setblocking(False)
-    return listener
-
-
-def _remove_stale(path: Path) -> None:
-    # A regular file refuses connections just as a dead socket does.
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError(f"{path} exists and is not a relay's socket; remove it or use another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-        except OSError as e:
-            raise ConfigError(f"{path} cannot be tried ({e.strerror}); remove it if no relay runs") from e
-    raise ConfigError(f"a relay serves at {path} already; stop it or use another path")

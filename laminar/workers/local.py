@@ -29,7 +29,9 @@ from laminar.buffer.schema import FORMAT_VERSION, TABLES
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.errors import ConfigError, LaminarError, StoreError
+from laminar.relay.binding import make_private
 from laminar.workers.chain import check_listening
+from laminar.workers.relay import socket_folder
 from laminar.workers.supervisor.children import worker_command
 from laminar.workers.supervisor.disk import watch_disk
 from laminar.workers.supervisor.ending import Ending, forget_ending, write_ending
@@ -84,6 +86,7 @@ async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
         _say(plan.describe())
         _say("dry run: nothing was started or written")
         return 0
+    make_private(socket_folder())
     root = local_folder(plan)
     _say(plan.describe())
     await plan.storage.probe()

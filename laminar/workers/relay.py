@@ -22,6 +22,7 @@ from typing import Protocol, Self
 
 from laminar.buffer.records import EvaluationRequest, Retain
 from laminar.errors import CoordinationError
+from laminar.relay.binding import make_private
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
 from laminar.relay.hops import Tuning
@@ -97,10 +98,10 @@ class Process(Protocol):
 
 
 def serve_weights(run: Run) -> RelayServer:
-    """At a Unix socket that only this user can reach."""
+    """At a Unix socket that only this user can reach. Raises ConfigError if there is no folder for it."""
     config = run.config.relay
     path = socket_path(run.keys.run)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     remove_stale(run.keys.run)
     return RelayServer(
         path,

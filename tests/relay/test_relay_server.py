@@ -315,6 +315,10 @@ async def test_the_socket_is_private_and_one_relay_serves_it(server: RelayServer
     open_folder.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
         await RelayServer(open_folder / "r.sock").start()
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match=r"cannot be made: .* export XDG_RUNTIME_DIR=") as refused:
+        await RelayServer(tmp_path / "file" / "r.sock").start()
+    assert str(tmp_path / "file") in str(refused.value)
     with pytest.raises(ConfigError, match="the kernel allows 107"):
         RelayServer(tmp_path / ("x" * 120))
     (tmp_path / "file").write_text("not a socket")

@@ -9,6 +9,7 @@ import os
 import random
 import secrets
 import socket
+import stat
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from laminar.buffer.storage import MemoryStorage
 from laminar.clock import SystemClock
 from laminar.config import Config, RelayConfig
 from laminar.errors import ConfigError, StoreError
+from laminar.relay.binding import make_private
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
 from laminar.relay.hops import Measures
@@ -57,7 +59,7 @@ from laminar.workers.context import Member, Run, joined
 from laminar.workers.machine import Machine, this_machine
 from laminar.workers.managing.chain_planning import elected, planned
 from laminar.workers.mirror import Mirror
-from laminar.workers.relay import relay_main, remove_stale, serve_weights, socket_path
+from laminar.workers.relay import relay_main, remove_stale, serve_weights, socket_folder, socket_path
 from laminar.workers.training.publishing import Publisher
 from laminar.workers.viewing.relay_status import ChainStatus, RelayView, read_chain, render_chain
 from laminar.workers.weights import find_weights
@@ -454,6 +456,23 @@ def test_sockets_of_relays_that_were_killed_are_removed(tmp_path: Path, monkeypa
     assert sorted(tmp_path.iterdir()) == sorted([living, young, others])
     for sock in sockets.values():
         sock.close()
+
+
+def test_a_folder_that_another_user_made_first_is_refused_with_what_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither chmod nor another name helps: only its owner may do the one, and the other is the user's number."""
+    other = os.getuid() + 1
+    (tmp_path / f"laminar-{other}").mkdir(mode=0o700)
+    monkeypatch.setattr("os.getuid", lambda: other)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"belongs to user .* export XDG_RUNTIME_DIR=") as refused:
+        make_private(socket_folder())
+    assert "chmod" not in str(refused.value)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "mine"))
+    make_private(socket_folder())
+    assert socket_folder().parent == tmp_path / "mine" and stat.S_IMODE(socket_folder().stat().st_mode) == 0o700
 
 
 async def test_the_secret_is_made_once_and_shown_nowhere(cluster: Cluster) -> None:

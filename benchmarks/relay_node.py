@@ -41,7 +41,11 @@ class Slow:
 
     def __init__(self, source: Source, seconds: float) -> None:
         self.source, self.seconds = source, seconds
-        self.header, self.arena, self.base, self.close = source.header, source.arena, source.base, source.close
+        self.header, self.base, self.allocated, self.close = source.header, source.base, source.allocated, source.close
+
+    @property
+    def arena(self) -> Arena:
+        return self.source.arena
 
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
         await asyncio.sleep(self.seconds)

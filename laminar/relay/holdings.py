@@ -2,7 +2,7 @@
 
     reserve ──▶ incoming arena ──(a local process writes)──▶ seal: check, digest ──▶ held ──retention──▶ released
     begin   ──▶ incoming arena ──(checked pieces arrive)───▶ complete ────────────────▲
-                                  └─ source: relays after this one read along
+      └─ source: relays after this one make room at once, then read along
 
 `retain` newest versions are kept, then those that claims refer to, newest first, as far as memory allows while two
 arenas stay free for what comes in. The local server and the chain both fill arenas through these calls.
@@ -144,19 +144,26 @@ class Holdings:
     # -- from other relays --------------------------------------------------------------------------------------
 
     async def begin(self, header: VersionHeader) -> Arriving | None:
-        """Room for a version that comes from another relay; others may read along. None if this relay is busy.
+        """Room for a version that comes from another relay; others may read along, and learn of it while there is none
+        yet. None if this relay is busy.
 
         The header must have been checked. Raises WeightsError if the version is here or coming already."""
         if header.name in self._arriving or self.has(header.name):
             raise WeightsError(f"version {header.name} is here or coming already")
-        arena = await self.reserve(header.layout)
-        if arena is None:
-            return None
-        if header.name in self._arriving:
-            self.release(arena)
-            raise WeightsError(f"version {header.name} is coming already")
-        self._arriving[header.name] = arriving = Arriving(header, arena)
+        self._arriving[header.name] = arriving = Arriving(header)
         self._notify()
+        try:
+            arena = await self.reserve(header.layout)
+        except BaseException as e:
+            self.abort(arriving, f"no arena was made for it: {e!r}")
+            raise
+        if arena is None:
+            self.abort(arriving, "no arena is free for it")
+            return None
+        if arriving.problem:
+            self.release(arena)
+            raise WeightsError(f"version {header.name} is not coming any more: {arriving.problem}")
+        arriving.lies_in(arena)
         return arriving
 
     def complete(self, arriving: Arriving) -> VersionInfo:
@@ -183,7 +190,8 @@ class Holdings:
         arriving.give_up(reason)
         if skip:
             self.skip(arriving.header.name)
-        self.release(arriving.arena)
+        if arriving.has_arena:
+            self.release(arriving.arena)
         self._notify()
 
     async def fetch(self, name: VersionName, timeout_s: float) -> None:
@@ -245,7 +253,7 @@ class Holdings:
 
         held.holds += 1
         header = VersionHeader(held.name, held.layout, self.chunk_bytes, held.checksums)
-        return Source(Arriving(header, held.arena, complete=True), held.arena, closed=closed)
+        return Source(Arriving(header, held.arena, complete=True), closed=closed)
 
     # -- retention ----------------------------------------------------------------------------------------------
 
@@ -281,7 +289,7 @@ class Holdings:
         """Raises AssertionError if versions and arenas disagree."""
         serving = [arena for arena in self.pool.arenas if arena.state is ArenaState.SERVING]
         incoming = {id(arena) for arena in self.pool.arenas if arena.state is ArenaState.INCOMING}
-        assert {id(arriving.arena) for arriving in self._arriving.values()} <= incoming
+        assert {id(arriving.arena) for arriving in self._arriving.values() if arriving.has_arena} <= incoming
         assert {id(a) for a in serving} == {id(h.arena) for h in self._held.values()}
         self.supply.validate()
         assert all(v == h.info.version and h.info.bytes <= h.arena.capacity for v, h in self._held.items())

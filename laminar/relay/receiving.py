@@ -1,7 +1,10 @@
 """A version that is still arriving from another relay, and how others read it meanwhile (cut-through).
 
-    transport ──piece──▶ arena ──checked──▶ have ──▶ sources of the relays after us
-                                             └─ all of it: the version is held like any other
+    header ──▶ arena is made ──▶ pieces ──checked──▶ have ──▶ sources of the relays after us
+       └─ told to those at once              └─ all of it: the version is held like any other
+
+Memory for a first version takes as long as its way here, or longer: whoever reads along learns what comes before there
+is an arena, and makes its own meanwhile.
 """
 
 from __future__ import annotations
@@ -20,12 +23,30 @@ from laminar.relay.transport.base import VersionHeader
 class Arriving:
     """`have` holds the chunks that are in the arena and were checked. A complete version is one that has all."""
 
-    def __init__(self, header: VersionHeader, arena: Arena, *, complete: bool = False) -> None:
+    def __init__(self, header: VersionHeader, arena: Arena | None = None, *, complete: bool = False) -> None:
         self.header = header
-        self.arena = arena
         self.have = ChunkSet(header.chunks, full=complete)
         self.problem = ""
+        self._arena = arena
+        self._readers = 0
         self._changed = asyncio.Event()
+
+    @property
+    def has_arena(self) -> bool:
+        return self._arena is not None
+
+    @property
+    def arena(self) -> Arena:
+        if self._arena is None:
+            raise AssertionError(f"there is no memory for version {self.header.name} yet: wait for `allocated`")
+        return self._arena
+
+    def lies_in(self, arena: Arena) -> None:
+        """There is memory for it now, which those that read along keep as well."""
+        assert self._arena is None, "a version lies in one arena"
+        self._arena = arena
+        arena.pins += self._readers
+        self._wake()
 
     def check(self, piece: Piece) -> None:
         """Raises WeightsError naming the first chunk of `piece` that is not what the header promised. Blocks (4-5 GB/s,
@@ -49,7 +70,24 @@ class Arriving:
         self._wake()
 
     def open(self) -> Source:
-        return Source(self, self.arena)
+        return Source(self)
+
+    def enter(self) -> None:
+        """One more reads along."""
+        self._readers += 1
+        if self._arena is not None:
+            self._arena.pins += 1
+
+    def leave(self) -> None:
+        self._readers -= 1
+        if self._arena is not None:
+            self._arena.pins -= 1
+
+    async def allocated(self) -> None:
+        while self._arena is None:
+            if self.problem:
+                raise WeightsError(f"version {self.header.name} is not coming any more: {self.problem}")
+            await self._changed.wait()
 
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
         while (piece := wanted.first_in(self.have, grain)) is None:
@@ -67,13 +105,12 @@ class Source:
     """One reader of an arriving or complete version; its memory is not used again before `close`, nor is that of the
     version that `compare_with` gave it."""
 
-    def __init__(self, arriving: Arriving, arena: Arena, *, closed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, arriving: Arriving, *, closed: Callable[[], None] = lambda: None) -> None:
         self._arriving = arriving
         self._closed = closed
         self._open = True
         self._base: Source | None = None
-        self.arena = arena
-        arena.pins += 1
+        arriving.enter()
 
     def compare_with(self, base: Source) -> None:
         """Differences to `base` may be sent; it is closed with this source."""
@@ -87,6 +124,14 @@ class Source:
     def header(self) -> VersionHeader:
         return self._arriving.header
 
+    @property
+    def arena(self) -> Arena:
+        return self._arriving.arena
+
+    async def allocated(self) -> None:
+        """As `transport.base.ChunkSource.allocated`."""
+        await self._arriving.allocated()
+
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
         """As `transport.base.ChunkSource.ready`."""
         return await self._arriving.ready(wanted, grain)
@@ -94,7 +139,7 @@ class Source:
     def close(self) -> None:
         if self._open:
             self._open = False
-            self.arena.pins -= 1
+            self._arriving.leave()
             self._closed()
             if self._base is not None:
                 self._base.close()

@@ -29,6 +29,7 @@ from laminar.relay.hops import Hop, Measures, Tuning
 from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Phase, Pull, Reserve
 from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import (
+    IDLE_S,
     Link,
     LinkBroken,
     PeerRefused,
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 1.0
 """Seconds to reach a peer by one transport and prove the secret; others are tried meanwhile."""
+FRESH_S = IDLE_S / 2
+"""Seconds after its answer in which a peer surely waits for what is fetched. To make an arena may take longer."""
 CHECKING = 2
 """Pieces of a stream that may wait for their check while the next one arrives."""
 
@@ -57,6 +60,7 @@ class _Peer:
     task: asyncio.Task[None]
     links: list[Link] = field(default_factory=list)
     held_only: bool = False
+    answered_at: float = 0.0
 
 
 class Transfer:
@@ -276,6 +280,7 @@ class Transfer:
         if self.pull.peer != relay:
             return
         header = await self._find(link, ask.acceptable, held_only=ask.held_only)
+        peer.answered_at = self._now()
         self._hindrances.gave(relay)
         self._do(self.pull.answered(relay, header, self._now()))
 
@@ -327,19 +332,19 @@ class Transfer:
         self._measures.grain = grain
         streams = max(1, min(self._tuning.streams, len(missing) // grain))
         shares = [missing.every(streams, i, grain) for i in range(streams)] if streams > 1 else [missing.copy()]
+        links = peer.links[:1] if self._now() - peer.answered_at < FRESH_S else []
         async with asyncio.TaskGroup() as group:
-            for i, share in enumerate(share for share in shares if len(share) > 0):
-                group.create_task(self._stream(relay, peer, header, share, grain, first=i == 0))
+            for share in (share for share in shares if len(share) > 0):
+                link = links.pop() if links else None
+                group.create_task(self._stream(relay, peer, header, share, grain, link))
 
     async def _stream(
-        self, relay: str, peer: _Peer, header: VersionHeader, share: ChunkSet, grain: int, *, first: bool
+        self, relay: str, peer: _Peer, header: VersionHeader, share: ChunkSet, grain: int, link: Link | None
     ) -> None:
-        """Receive `share` over one connection; pieces are checked while the next ones arrive."""
+        """Receive `share` over `link`, which has answered, or a new one; pieces are checked while the next arrive."""
         arriving = self._arriving
         assert arriving is not None
-        if first:
-            link = peer.links[0]
-        else:
+        if link is None:
             link = await self._connect(relay, peer)
             await self._find(link, (header.name,), held_only=peer.held_only)
         room = asyncio.Semaphore(CHECKING)

@@ -272,6 +272,34 @@ async def test_a_peer_that_waits_itself_counts_as_alive(make_pair: Callable[...,
     await link.close()
 
 
+async def test_a_peer_that_makes_room_itself_tells_what_comes_and_counts_as_alive(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair()
+    pair.holder.arriving = arriving = Arriving(pair.holder.header)
+    link = await pair.open()
+    assert await link.find(PullRequest((pair.holder.name,))) == pair.holder.header
+    receiving = asyncio.create_task(pair.receive(link, ALL.copy(), 100))
+    await asyncio.sleep(2 * STALL_S)
+    arriving.lies_in(pair.holder.arena)
+    assert pair.holder.arena.pins == 1, "who reads along keeps it"
+    arriving.add(Piece(0, CHUNKS))
+    assert await receiving == [Piece(0, CHUNKS)] and pair.received([Piece(0, CHUNKS)])
+    await link.close()
+
+
+async def test_a_peer_that_finds_no_room_says_so(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    pair.holder.arriving = arriving = Arriving(pair.holder.header)
+    link = await pair.found()
+    receiving = asyncio.create_task(pair.receive(link, ALL.copy(), 100))
+    await asyncio.sleep(0.1)
+    arriving.give_up("no arena is free for it")
+    with pytest.raises(PeerRefused, match="no arena is free for it"):
+        await receiving
+    await link.close()
+
+
 async def test_what_the_peer_does_not_have_is_refused_in_its_words(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     link = await pair.open()

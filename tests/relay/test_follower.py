@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 from typing import Any
 
 import pytest
 
 from laminar.errors import WeightsError
+from laminar.relay import transfer
+from laminar.relay.arena import Arena, ArenaState
 from laminar.relay.follower import ChainView, Peer
+from laminar.relay.memory import INCOMING
+from laminar.relay.transport import tcp
 from laminar.relay.transport.base import VersionName
 
 Chain = Any
@@ -48,6 +53,54 @@ async def test_each_relay_gets_a_version_from_the_one_before(chain: Chain) -> No
     await chain.until_all_hold(name)
     sound(chain, name, nodes[0].bytes_of(name))
     assert [node.follower.hops[-1].peers for node in nodes[1:]] == [("r0",), ("r1",), ("r2",)]
+
+
+async def test_all_relays_make_room_for_the_first_version_at_once(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a large model that takes longer than its way: one after the other, each would wait for all before it."""
+    nodes = await of(chain, 4)
+    name = await nodes[0].publish(1)
+    await chain.until(lambda: nodes[0].holdings.pool.count(ArenaState.FREE) == INCOMING, "the master has its arenas")
+    others = threading.Barrier(3)
+    create = Arena.create
+
+    def together(capacity: int, *, reserve: float = 0.0) -> Arena:
+        try:
+            others.wait(60)
+        except threading.BrokenBarrierError:
+            raise WeightsError("the others did not make room meanwhile") from None
+        return create(capacity, reserve=reserve)
+
+    monkeypatch.setattr(Arena, "create", together)
+    chain.announce(name)
+    await chain.until_all_hold(name, 100.0)
+    sound(chain, name, nodes[0].bytes_of(name))
+
+
+async def test_who_makes_room_for_longer_than_its_peer_waits_asks_that_peer_again(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "IDLE_S", 0.2)
+    monkeypatch.setattr(transfer, "FRESH_S", 0.1)
+    nodes = await of(chain, 2)
+    name = await nodes[0].publish(1)
+    await chain.until(lambda: nodes[0].holdings.pool.count(ArenaState.FREE) == INCOMING, "the master has its arenas")
+    closed = threading.Event()
+    create = Arena.create
+
+    def long(capacity: int, *, reserve: float = 0.0) -> Arena:
+        closed.wait(60)
+        return create(capacity, reserve=reserve)
+
+    monkeypatch.setattr(Arena, "create", long)
+    chain.announce(name)
+    await chain.until(lambda: nodes[1].holdings.pool.creating == 1, "room is made", 60.0)
+    await chain.until(lambda: len(nodes[0].transport._tasks) == 1, "only accepting is left, the peer has closed", 60.0)
+    closed.set()
+    await chain.until_all_hold(name, 60.0)
+    (hop,) = nodes[1].follower.hops
+    assert hop.peers == ("r0",) and not hop.repairs and not nodes[1].holdings.errors
 
 
 async def test_a_version_flows_through_relays_that_do_not_have_all_of_it(chain: Chain) -> None:

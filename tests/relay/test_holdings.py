@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,9 +14,10 @@ from laminar.errors import ConfigError, WeightsError
 from laminar.relay import arena as arenas_of
 from laminar.relay.arena import Arena, ArenaState
 from laminar.relay.holdings import Holdings
-from laminar.relay.layout import Layout
+from laminar.relay.layout import Layout, version_digest
 from laminar.relay.memory import Scope
 from laminar.relay.protocol import VersionInfo
+from laminar.relay.transport.base import PullRequest, VersionHeader, VersionName
 
 LAYOUT = Layout.from_tensors({"w": ("uint8", (1000,)), "x": ("uint8", (10,))})
 
@@ -235,6 +237,80 @@ async def test_a_seal_that_fails_in_an_unforeseen_way_gives_its_arena_back(
                 await publish(holdings, version, 1)
     assert await publish(holdings, 3, 1)
     assert any("MemoryError" in error for error in holdings.errors)
+
+
+class Making:
+    """While it is entered, arenas are made only once `go` is set; with a `problem` they are not made at all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.problem = ""
+        create = Arena.create
+
+        def waiting(capacity: int, *, reserve: float = 0.0) -> Arena:
+            self.go.wait(60)
+            if self.problem:
+                raise WeightsError(self.problem)
+            return create(capacity, reserve=reserve)
+
+        monkeypatch.setattr(Arena, "create", waiting)
+
+
+def header_of(version: int) -> VersionHeader:
+    sums = (bytes(32),) * -(-LAYOUT.total_bytes // 256)
+    return VersionHeader(VersionName(version, version_digest(LAYOUT, sums)), LAYOUT, 256, sums)
+
+
+async def test_who_reads_along_learns_what_comes_before_there_is_room_for_it(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    making, header = Making(monkeypatch), header_of(1)
+    beginning = asyncio.create_task(holdings.begin(header))
+    await asyncio.sleep(0)
+    stays, goes = [await holdings.find(PullRequest((header.name,))) for _ in range(2)]
+    assert stays.header == header
+    with pytest.raises(WeightsError, match="coming already"):
+        await holdings.begin(header)
+    waiting = asyncio.create_task(stays.allocated())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    holdings.validate()
+    goes.close()
+    making.go.set()
+    arriving = await beginning
+    assert arriving is not None
+    await waiting
+    assert stays.arena is arriving.arena and arriving.arena.pins == 1, "who stays keeps the memory"
+    holdings.abort(arriving, "enough")
+    assert arriving.arena.state is ArenaState.DRAINING
+    stays.close()
+    holdings.pool.reclaim()
+    assert arriving.arena.state is ArenaState.FREE
+
+
+@pytest.mark.parametrize("how", ["no memory", "cancelled", "stops"])
+async def test_who_reads_along_is_told_if_there_will_be_no_room(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    making, header = Making(monkeypatch), header_of(1)
+    beginning = asyncio.create_task(holdings.begin(header))
+    await asyncio.sleep(0)
+    source = await holdings.find(PullRequest((header.name,)))
+    if how == "cancelled":
+        beginning.cancel()
+    elif how == "stops":
+        holdings.abort(holdings._arriving[header.name], "this relay stops")
+    else:
+        making.problem = "no memory for it"
+    making.go.set()
+    (result,) = await asyncio.gather(beginning, return_exceptions=True)
+    assert result is None or isinstance(result, WeightsError | asyncio.CancelledError)
+    with pytest.raises(WeightsError, match="is not coming any more"):
+        await source.allocated()
+    source.close()
+    making.problem = ""
+    holdings.validate()
+    assert holdings.pool.count(ArenaState.INCOMING) == 0 and await holdings.begin(header) is not None
 
 
 async def test_waiting_ends_with_a_newer_version_or_at_its_deadline(holdings: Holdings) -> None:

@@ -31,6 +31,8 @@ from laminar.relay.layout import Layout, version_digest
 
 HEARTBEAT_S = 0.25
 """Seconds within which a living peer says something."""
+IDLE_S = 30.0
+"""Seconds between two requests of an asker, after which its connection may be closed."""
 
 
 class LinkBroken(WeightsError):
@@ -116,9 +118,14 @@ class ChunkSource(Protocol):
     @property
     def header(self) -> VersionHeader: ...
 
+    async def allocated(self) -> None:
+        """Returns once there is an arena for it. Raises WeightsError if there will be none."""
+        ...
+
     @property
     def arena(self) -> Arena:
-        """Where the bytes lie, at chunk index x chunk_bytes. Only those of a piece that `ready` gave may be read."""
+        """Where the bytes lie, at chunk index x chunk_bytes; once it is `allocated`. Only those of a piece that `ready`
+        gave may be read."""
         ...
 
     @property

@@ -56,7 +56,7 @@ async def send_pieces(
         upcoming: asyncio.Future[tuple[Piece, bytes | None]] | None = asyncio.ensure_future(prepare())
         try:
             while upcoming is not None:
-                piece, encoded = await _told(channel, upcoming)
+                piece, encoded = await told(channel, upcoming)
                 upcoming = asyncio.ensure_future(prepare()) if len(wanted) > 0 else None
                 start, end = span(piece, header.chunk_bytes, total)
                 if encoded is not None:
@@ -115,7 +115,7 @@ async def uninterrupted(function: Callable[..., T], *arguments: object) -> T:
             work.exception()  # seen, should the cancellation be what is raised
 
 
-async def _told(channel: FrameChannel, upcoming: Awaitable[T]) -> T:
+async def told(channel: FrameChannel, upcoming: Awaitable[T]) -> T:
     """What is upcoming; if it will not come, the peer is told why before LinkBroken is raised."""
     try:
         return await alive(channel, upcoming)

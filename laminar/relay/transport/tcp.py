@@ -25,6 +25,7 @@ from laminar.relay.chunks import ChunkSet, Piece, span
 from laminar.relay.protocol import ProtocolError
 from laminar.relay.transport.admission import Admission
 from laminar.relay.transport.base import (
+    IDLE_S,
     ChunkSource,
     FabricFailed,
     FindSource,
@@ -50,14 +51,12 @@ from laminar.relay.transport.frames import (
 )
 from laminar.relay.transport.handshake import ACCEPT, GREETING, PROOF, Asker, Identity, Server
 from laminar.relay.transport.names import Address, Names, join_endpoint, split_endpoint
-from laminar.relay.transport.pieces import alive, receive_delta, send_pieces
+from laminar.relay.transport.pieces import alive, receive_delta, send_pieces, told
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 """Seconds that a stranger may take to prove the secret."""
-IDLE_S = 30.0
-"""Seconds between two requests of an asker."""
 
 
 async def listen_at(address: str, port: int) -> socket.socket:
@@ -230,6 +229,7 @@ class TcpTransport:
             await channel.send(Kind.HEADER, await alive(channel, self._encoded(header, known_layout)))
             _, payload = await channel.receive(Kind.FETCH, silence_s=IDLE_S)
             wanted, grain = decode_fetch(payload, header.chunks)
+            await told(channel, source.allocated())
             await self._serve_chunks(channel, source, wanted, grain)
         finally:
             for source in sources:

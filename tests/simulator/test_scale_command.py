@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -111,14 +112,22 @@ def test_what_to_simulate_must_be_said_once(here: Path) -> None:
 # -- a recorded run ---------------------------------------------------------------------------------------------
 
 
-def record(root: Path, *, steps: int = 4, train_s: float = 2.0, retired: dict[str, int] | None = None) -> None:
+def record(
+    root: Path, *, steps: int = 4, train_s: float = 2.0, retired: dict[str, int] | None = None, stopped_s: float = 0.0,
+    at_once: int = 4,
+) -> None:  # fmt: skip
     """Two rollouts, each of which decodes its trajectories four at a time, 0.01 s a token; steps of 16 trajectories,
-    in groups of 4, of which `retired` counts those not trained, by reason."""
+    in groups of 4, of which `retired` counts those not trained, by reason. After 3 s the run stood still for
+    `stopped_s`."""
     import lance
 
     source = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
-    free = {f"rollout-{i}": [0.0] * 4 for i in range(2)}
+    free = {f"rollout-{i}": [0.0] * at_once for i in range(2)}
+
+    def at_us(seconds: float) -> int:
+        return START_US + int(1e6 * (seconds if seconds < 3 else seconds + stopped_s))
+
     for number in range(16 * steps):
         worker = f"rollout-{number % 2}"
         slot = free[worker].index(min(free[worker]))
@@ -127,7 +136,7 @@ def record(root: Path, *, steps: int = 4, train_s: float = 2.0, retired: dict[st
         row = dict.fromkeys(EXPERIENCE.names) | {
             "group": number // 4, "sample": number % 4, "prompt_ids": [1] * 10, "token_ids": [3] * tokens,
             "policy_mask": [True] * tokens, "span_worker": [worker], "turns": 1, "status": "ok", "reward": 1.0,
-            "started_at": START_US + int(began * 1e6), "finished_at": START_US + int(1e6 * free[worker][slot]),
+            "started_at": at_us(began), "finished_at": at_us(free[worker][slot]),
             "commit_seq": number,
         }  # fmt: skip
         rows.append(row)
@@ -170,6 +179,29 @@ def test_a_fit_finds_the_rates_that_were_recorded(recorded: Path) -> None:
     mean = sum(found.lengths) / len(found.lengths)
     assert found.rollouts == pytest.approx(16 * mean / (2.0 * found.rollout_rate), rel=0.01)
     assert found.train_rate == found.consume_rate == pytest.approx(16 * (mean + 10) / 2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("at_once", "stopped_s"), [(4, 8 * 3600.0), (4, 60.0), (1, 8 * 3600.0)])
+def test_a_stop_is_no_time_of_generation(make_store: MakeStore, here: Path, at_once: int, stopped_s: float) -> None:
+    """Trajectories in flight at Ctrl-C keep their start and end after the resume: eight hours of nothing asked for
+    thousands of rollouts."""
+    found = fit(open_store(str(make_recorded(make_store, 4, at_once=at_once))))
+    shutil.rmtree(here / "runs", ignore_errors=True)
+    resumed = fit(open_store(str(make_recorded(make_store, 4, at_once=at_once, stopped_s=stopped_s))))
+    assert found.stopped_s == 0 and "stood still" not in found.says()
+    assert resumed.stopped_s == pytest.approx(stopped_s, abs=3) and "in which the run stood still" in resumed.says()
+    assert resumed.rollouts == pytest.approx(found.rollouts, rel=0.05)
+    for (batch, _, seconds), (_, _, before) in zip(resumed.decode, found.decode, strict=True):
+        assert seconds == pytest.approx(before, rel=0.05), batch
+
+
+def test_an_answer_out_of_all_proportion_is_refused_and_not_written(
+    make_store: MakeStore, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_recorded(make_store, 4, train_s=1e-6)
+    assert fails(monkeypatch, "--fit", "my-run", "-o", "fitted.toml") != 0
+    assert "more than the 16 trajectories that a step takes" in capsys.readouterr().err
+    assert not list(here.glob("fitted*"))
 
 
 def test_groups_that_were_retired_are_consumed_and_not_trained(make_store: MakeStore, here: Path) -> None:

@@ -20,6 +20,8 @@ import pyarrow as pa
 
 from laminar.config import Config, config_from
 from laminar.errors import ConfigError, StoreError
+from laminar.simulator.scale.settings import MOST_GPUS
+from laminar.simulator.scale.stops import without_stops
 from laminar.workers.training.length_bias import policy_tokens
 from laminar.workers.viewing.export import checked_writer, write_table
 from laminar.workers.viewing.inspect import StoreView
@@ -42,7 +44,7 @@ class Fit:
     """Rates in tokens a second: `rollout_rate` of one rollout's policy tokens while it has work; of the trainer, with
     prompts, `train_rate` of what it computes and `consume_rate` of all that its steps consume. `decode`: rows of
     (batch, tokens in the KV cache, seconds a token). `step_s`: the median of a training step; `step_tokens`: policy
-    tokens that a step consumes, those of retired groups too."""
+    tokens that a step consumes, those of retired groups too; `stopped_s`: in which the run stood still."""
 
     run: str
     lengths: list[int]
@@ -59,6 +61,7 @@ class Fit:
     samples_per_prompt: int
     max_ahead_groups: int
     max_running: int
+    stopped_s: float
 
     @property
     def rollouts(self) -> float:
@@ -74,6 +77,7 @@ class Fit:
         lengths = np.array(self.lengths)
         more = self.whole_rollouts - self.workers
         advice = "as it had" if not more else f"it had {self.workers}: {abs(more)} {'more' if more > 0 else 'fewer'}"
+        stopped = [f"left out: {self.stopped_s:,.0f} s in which the run stood still"] if self.stopped_s else []
         return "\n".join(
             [
                 f"{self.run}: {len(lengths)} trajectories, {lengths.mean():.0f} tokens in the mean, median "
@@ -81,6 +85,7 @@ class Fit:
                 f"one rollout with work makes {self.rollout_rate:,.0f} tokens/s; a step consumes "
                 f"{self.step_tokens:,.0f} and takes the trainer {self.step_s:.2f} s",
                 f"balance: {self.rollouts:.2f} rollouts for one trainer, so {self.whole_rollouts} ({advice})",
+                *stopped,
             ]
         )
 
@@ -88,6 +93,7 @@ class Fit:
 def fit(store: StoreView) -> Fit:
     """Blocks. Raises StoreError where the run has recorded too little."""
     store.require("experience")
+    store.require("step_metrics")
     rows = store.query(QUERY)
     if rows.num_rows < FEWEST:
         raise StoreError(f"{store.root} has {rows.num_rows} finished trajectories with times, {FEWEST} are needed")
@@ -96,10 +102,11 @@ def fit(store: StoreView) -> Fit:
     prompts = np.array(rows["prompt"].to_pylist(), dtype=float)
     workers = np.array([name or "" for name in rows["worker"].to_pylist()])
     names = sorted(set(workers))
+    began, ended, stopped_s = without_stops(began, ended, tokens, _writes(store))
     busy_s = sum(_busy_s(began[workers == name], ended[workers == name]) for name in names)
     config = config_from(dict(store.run.config), origin=f"{store.root}/run.json")
     training = _training(store, config)
-    return Fit(
+    found = Fit(
         run=store.run.run,
         lengths=[int(n) for n in tokens if n > 0],
         prompt_tokens=max(1, round(float(prompts.mean()))),
@@ -115,7 +122,31 @@ def fit(store: StoreView) -> Fit:
         samples_per_prompt=config.sampling.samples_per_prompt,
         max_ahead_groups=config.max_ahead_groups,
         max_running=config.rollout.max_running,
+        stopped_s=stopped_s,
     )
+    _refuse_absurd(found)
+    return found
+
+
+def _writes(store: StoreView) -> np.ndarray:
+    """When each step was written, in seconds."""
+    rows = store.query('select epoch_us("at") / 1e6 as at from step_metrics where "at" is not null')
+    return np.array(rows["at"].to_pylist(), dtype=float)
+
+
+def _refuse_absurd(found: Fit) -> None:
+    """Raises StoreError where so many rollouts would balance the trainer that the record must be wrong, or no advice
+    can follow from it."""
+    trajectories = found.groups_per_step * found.samples_per_prompt
+    most = min(trajectories, MOST_GPUS - 1)
+    if found.whole_rollouts > most:
+        why = "trajectories that a step takes" if most == trajectories else "rollouts that `laminar simulate` takes"
+        raise StoreError(
+            f"{found.run}: {found.rollouts:,.0f} rollouts would balance one trainer, more than the {most:,} {why}, so "
+            f"nothing is written: a training step took {found.step_s:.3g} s for {found.step_tokens:,.0f} tokens, one "
+            f"rollout made {found.rollout_rate:,.3g} tokens/s. Fit a run whose steps take as long as those that you "
+            "plan, and whose rollouts had work"
+        )
 
 
 @dataclass(frozen=True)

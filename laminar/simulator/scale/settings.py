@@ -19,6 +19,7 @@ from laminar.simulator.scale.published import GPUS, MODELS
 
 MEASURED = "measured"
 AHEAD_STEPS = 4
+MOST_GPUS = 100_000
 
 
 class Section(BaseModel):
@@ -26,7 +27,7 @@ class Section(BaseModel):
 
 
 class ClusterSection(Section):
-    gpus: int = Field(64, ge=1, le=100_000)
+    gpus: int = Field(64, ge=1, le=MOST_GPUS)
     """GPUs of all machines together."""
     gpus_per_machine: int = Field(8, ge=1)
     """One relay each machine of rollouts; the trainer's machine has the master."""

@@ -18,7 +18,9 @@ from typer.testing import CliRunner
 from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.cli import app, main
 from laminar.errors import StoreError
+from laminar.simulator.scale.compare import run_policy
 from laminar.simulator.scale.fit import fit
+from laminar.simulator.scale.job import Job
 from laminar.simulator.scale.settings import load_settings
 from laminar.workers.viewing.inspect import open_store
 
@@ -153,11 +155,13 @@ def record(
     lance.write_dataset(pa.Table.from_pylist(metrics, schema=STEP_METRICS), str(root / "step_metrics.lance"))
 
 
-def make_recorded(make_store: MakeStore, groups_per_step: int, **options: Any) -> Path:
+def make_recorded(
+    make_store: MakeStore, groups_per_step: int, *, trainer: dict[str, Any] | None = None, **options: Any
+) -> Path:
     root = make_store("my-run", tables=False)
     manifest = json.loads((root / "run.json").read_text())
     manifest["config"] |= {
-        "trainer": {"groups_per_step": groups_per_step}, "sampling": {"samples_per_prompt": 4},
+        "trainer": {"groups_per_step": groups_per_step} | (trainer or {}), "sampling": {"samples_per_prompt": 4},
         "rollout": {"max_running": 4},
     }  # fmt: skip
     (root / "run.json").write_text(json.dumps(manifest))
@@ -193,6 +197,24 @@ def test_a_stop_is_no_time_of_generation(make_store: MakeStore, here: Path, at_o
     assert resumed.rollouts == pytest.approx(found.rollouts, rel=0.05)
     for (batch, _, seconds), (_, _, before) in zip(resumed.decode, found.decode, strict=True):
         assert seconds == pytest.approx(before, rel=0.05), batch
+
+
+def test_a_run_that_takes_turns_is_simulated_in_turns_and_no_number_is_said_to_balance_it(
+    make_store: MakeStore, here: Path
+) -> None:
+    make_recorded(make_store, 4, trainer={"max_staleness": 0}, train_s=0.5)
+    result = CliRunner().invoke(app, ["simulate", "--fit", "my-run", "-o", "fitted.toml"])
+    assert "take turns (trainer.max_staleness = 0), so no number of rollouts balances them" in result.output
+    settings = load_settings(here / "fitted.toml", [])
+    assert settings.job.max_staleness == 0 and settings.rollout.gpus == 2, "as many as it had"
+    assert run_policy("laminar", Job.of(settings)).staleness_max == 0
+
+
+def test_a_bound_of_staleness_goes_into_the_file(make_store: MakeStore, here: Path) -> None:
+    make_recorded(make_store, 4, trainer={"max_staleness": 2})
+    result = CliRunner().invoke(app, ["simulate", "--fit", "my-run", "-o", "fitted.toml"])
+    assert "where both work at once, within trainer.max_staleness = 2" in result.output
+    assert load_settings(here / "fitted.toml", []).job.max_staleness == 2
 
 
 def test_an_answer_out_of_all_proportion_is_refused_and_not_written(

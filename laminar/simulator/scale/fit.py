@@ -60,23 +60,28 @@ class Fit:
     groups_per_step: int
     samples_per_prompt: int
     max_ahead_groups: int
+    max_staleness: int | None
     max_running: int
     stopped_s: float
 
     @property
     def rollouts(self) -> float:
-        """How many rollouts generate as fast as one trainer trains."""
+        """How many rollouts generate as fast as one trainer trains, where both work at once."""
         return self.step_tokens / (self.step_s * self.rollout_rate)
 
     @property
+    def takes_turns(self) -> bool:
+        """Rollouts wait while the trainer trains, and it for them: no number of rollouts balances that."""
+        return self.max_staleness == 0
+
+    @property
     def whole_rollouts(self) -> int:
-        """Rounded up: a trainer that waits holds everybody, a rollout that waits only itself."""
-        return max(1, math.ceil(self.rollouts - 0.05))
+        """Rounded up: a trainer that waits holds everybody, a rollout that waits only itself. In turns, those that the
+        run had."""
+        return self.workers if self.takes_turns else max(1, math.ceil(self.rollouts - 0.05))
 
     def says(self) -> str:
         lengths = np.array(self.lengths)
-        more = self.whole_rollouts - self.workers
-        advice = "as it had" if not more else f"it had {self.workers}: {abs(more)} {'more' if more > 0 else 'fewer'}"
         stopped = [f"left out: {self.stopped_s:,.0f} s in which the run stood still"] if self.stopped_s else []
         return "\n".join(
             [
@@ -84,9 +89,26 @@ class Fit:
                 f"{np.median(lengths):.0f}, 99th percentile {np.percentile(lengths, 99):.0f}, longest {lengths.max()}",
                 f"one rollout with work makes {self.rollout_rate:,.0f} tokens/s; a step consumes "
                 f"{self.step_tokens:,.0f} and takes the trainer {self.step_s:.2f} s",
-                f"balance: {self.rollouts:.2f} rollouts for one trainer, so {self.whole_rollouts} ({advice})",
+                self._balance(),
                 *stopped,
             ]
+        )
+
+    def _balance(self) -> str:
+        if self.takes_turns:
+            generating_s = self.step_tokens / (self.workers * self.rollout_rate)
+            return (
+                "balance: rollouts and trainer take turns (trainer.max_staleness = 0), so no number of rollouts "
+                f"balances them; with the {self.workers} it had, a step generates for at least {generating_s:.2f} s and "
+                f"trains for {self.step_s:.2f} s. Where both work at once, {self.rollouts:.2f} rollouts would balance the "
+                "trainer"
+            )
+        more = self.whole_rollouts - self.workers
+        advice = "as it had" if not more else f"it had {self.workers}: {abs(more)} {'more' if more > 0 else 'fewer'}"
+        bound = "" if self.max_staleness is None else f", within trainer.max_staleness = {self.max_staleness}"
+        return (
+            f"balance: {self.rollouts:.2f} rollouts for one trainer, so {self.whole_rollouts} ({advice}), where both "
+            f"work at once{bound}"
         )
 
 
@@ -121,6 +143,7 @@ def fit(store: StoreView) -> Fit:
         groups_per_step=config.trainer.groups_per_step,
         samples_per_prompt=config.sampling.samples_per_prompt,
         max_ahead_groups=config.max_ahead_groups,
+        max_staleness=config.trainer.max_staleness,
         max_running=config.rollout.max_running,
         stopped_s=stopped_s,
     )
@@ -139,7 +162,7 @@ def _refuse_absurd(found: Fit) -> None:
     can follow from it."""
     trajectories = found.groups_per_step * found.samples_per_prompt
     most = min(trajectories, MOST_GPUS - 1)
-    if found.whole_rollouts > most:
+    if found.rollouts > most:
         why = "trajectories that a step takes" if most == trajectories else "rollouts that `laminar simulate` takes"
         raise StoreError(
             f"{found.run}: {found.rollouts:,.0f} rollouts would balance one trainer, more than the {most:,} {why}, so "
@@ -255,6 +278,8 @@ def write_fit(found: Fit, output: Path, *, force: bool) -> list[Path]:
 def _toml(found: Fit, trace: str) -> str:
     longest = max(found.lengths)
     room = math.ceil(1.02 * found.max_running * (found.prompt_tokens + longest))
+    staleness = "" if found.max_staleness is None else f"max_staleness = {found.max_staleness}\n"
+    balance = f"{found.rollouts:.2f} balance one trainer" + (", were there no turns" if found.takes_turns else "")
     decode = "".join(f"    [{batch:.1f}, {kv:.0f}, {seconds:.6f}],\n" for batch, kv, seconds in found.decode)
     return f"""\
 # From the run {found.run!r}: `laminar simulate {trace.removesuffix(".lengths.parquet")}.toml`
@@ -273,7 +298,7 @@ mini_batches = 1
 prompt_tokens = {found.prompt_tokens}
 max_tokens = {longest}
 max_ahead_groups = {found.max_ahead_groups}
-
+{staleness}
 [lengths]
 trace = {json.dumps(trace)}
 
@@ -281,7 +306,7 @@ trace = {json.dumps(trace)}
 turns = {found.turns}
 
 [rollout]
-gpus = {found.whole_rollouts}   # {found.rollouts:.2f} balance one trainer
+gpus = {found.whole_rollouts}   # {balance}
 max_running = {found.max_running}
 
 [costs]

@@ -10,18 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.cli import app, main
 from laminar.errors import StoreError
 from laminar.simulator.scale.compare import run_policy
-from laminar.simulator.scale.fit import fit
+from laminar.simulator.scale.fit import Fit, fit, refuse_absurd, write_fit
 from laminar.simulator.scale.job import Job
+from laminar.simulator.scale.policies import POLICIES
 from laminar.simulator.scale.settings import load_settings
+from laminar.simulator.scale.split import fixed_split
 from laminar.workers.viewing.inspect import open_store
 
 MakeStore = Callable[..., Path]
@@ -116,10 +121,10 @@ def test_what_to_simulate_must_be_said_once(here: Path) -> None:
 
 def record(
     root: Path, *, steps: int = 4, train_s: float = 2.0, retired: dict[str, int] | None = None, stopped_s: float = 0.0,
-    at_once: int = 4,
+    at_once: int = 4, samples: int = 4,
 ) -> None:  # fmt: skip
     """Two rollouts, each of which decodes its trajectories four at a time, 0.01 s a token; steps of 16 trajectories,
-    in groups of 4, of which `retired` counts those not trained, by reason. After 3 s the run stood still for
+    in groups of `samples`, of which `retired` counts those not trained, by reason. After 3 s the run stood still for
     `stopped_s`."""
     import lance
 
@@ -136,7 +141,7 @@ def record(
         tokens, began = int(np.clip(source.lognormal(4, 0.8), 4, 1000)), free[worker][slot]
         free[worker][slot] = began + 0.01 * tokens
         row = dict.fromkeys(EXPERIENCE.names) | {
-            "group": number // 4, "sample": number % 4, "prompt_ids": [1] * 10, "token_ids": [3] * tokens,
+            "group": number // samples, "sample": number % samples, "prompt_ids": [1] * 10, "token_ids": [3] * tokens,
             "policy_mask": [True] * tokens, "span_worker": [worker], "turns": 1, "status": "ok", "reward": 1.0,
             "started_at": at_us(began), "finished_at": at_us(free[worker][slot]),
             "commit_seq": number,
@@ -145,7 +150,9 @@ def record(
     lance.write_dataset(pa.Table.from_pylist(rows, schema=EXPERIENCE), str(root / "experience.lance"))
     mean = float(np.mean([len(row["token_ids"]) for row in rows]))
     groups = {"no_signal": 0, "error": 0} | (retired or {})
-    recorded = {f"groups_{kind}": float(n) for kind, n in (groups | {"trained": 4 - sum(groups.values())}).items()}
+    recorded = {
+        f"groups_{kind}": float(n) for kind, n in (groups | {"trained": 16 // samples - sum(groups.values())}).items()
+    }
     recorded |= {"train_s": train_s, "response_length_mean": mean, "publish_copy_s": 0.0}
     metrics = [
         {"step": step, "version": step + 1, "digest": "d", "at": START_US, "commit_seq": step,
@@ -156,16 +163,17 @@ def record(
 
 
 def make_recorded(
-    make_store: MakeStore, groups_per_step: int, *, trainer: dict[str, Any] | None = None, **options: Any
-) -> Path:
+    make_store: MakeStore, groups_per_step: int, *, trainer: dict[str, Any] | None = None, samples: int = 4,
+    **options: Any,
+) -> Path:  # fmt: skip
     root = make_store("my-run", tables=False)
     manifest = json.loads((root / "run.json").read_text())
     manifest["config"] |= {
-        "trainer": {"groups_per_step": groups_per_step} | (trainer or {}), "sampling": {"samples_per_prompt": 4},
+        "trainer": {"groups_per_step": groups_per_step} | (trainer or {}), "sampling": {"samples_per_prompt": samples},
         "rollout": {"max_running": 4},
     }  # fmt: skip
     (root / "run.json").write_text(json.dumps(manifest))
-    record(root, **options)
+    record(root, samples=samples, **options)
     return root
 
 
@@ -249,6 +257,58 @@ def test_a_fit_says_what_balances_and_writes_a_file_that_can_be_simulated(record
     outcomes = {o["policy"]: o for o in json.loads(simulated.output)["outcomes"]}
     # Training alone takes 2 s; so few trajectories have tails, for which it waits.
     assert 1.9 < outcomes["laminar"]["step_s"] < 6
+
+
+fits = st.builds(
+    Fit,
+    run=st.just("my-run"), lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=20),
+    prompt_tokens=st.integers(1, 10_000), turns=st.integers(1, 5000), workers=st.integers(1, 64),
+    rollout_rate=st.floats(1e-3, 1e6), train_rate=st.floats(1e-3, 1e9), consume_rate=st.floats(1e-3, 1e9),
+    step_s=st.floats(1e-3, 1e5), step_tokens=st.floats(1, 1e9),
+    decode=st.lists(st.tuples(st.floats(1, 1024), st.floats(0, 1e9), st.floats(1e-9, 1e5)), min_size=1, max_size=5),
+    groups_per_step=st.integers(1, 2000), samples_per_prompt=st.integers(1, 120),
+    max_ahead_groups=st.integers(2000, 9000), max_staleness=st.none() | st.integers(0, 9),
+    max_running=st.integers(120, 4096), stopped_s=st.just(0.0),
+)  # fmt: skip
+
+
+@hypothesis.settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(found=fits, name=st.sampled_from(["fitted.toml", "mein Läufer 🏃.toml", 'a"b.toml']))
+def test_whatever_a_fit_writes_is_taken_by_the_simulation(here: Path, found: Fit, name: str) -> None:
+    try:
+        refuse_absurd(found)
+    except StoreError:
+        return
+    write_fit(found, here / name, force=True)
+    job = Job.of(load_settings(here / name, []))
+    assert job.samples == found.samples_per_prompt and job.turns == found.turns
+    for policy in POLICIES.values():
+        split = fixed_split(job, policy)
+        assert split is not None and split.rollouts >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"samples": 1, "trainer": {"advantage": "reinforce++"}},
+        {"at_once": 1},
+        {"steps": 1},
+        {"trainer": {"max_staleness": 0}},
+        {"trainer": {"max_ahead_groups": 4}},
+        {"train_s": 0.3},
+        {"stopped_s": 3600.0},
+    ],
+    ids=str,
+)
+def test_a_fitted_file_can_be_simulated_under_all_policies(
+    make_store: MakeStore, here: Path, options: dict[str, Any]
+) -> None:
+    make_recorded(make_store, 4, **options)
+    fitted = CliRunner().invoke(app, ["simulate", "--fit", "my-run", "-o", "fitted.toml"])
+    assert fitted.exit_code == 0, fitted.output
+    job = Job.of(load_settings(here / "fitted.toml", ["job.steps=2", "job.warmup_steps=1"]))
+    for name in POLICIES:
+        assert run_policy(name, job).tokens_per_s > 0, name
 
 
 def test_a_run_that_has_recorded_too_little_is_told_so(make_store: MakeStore, here: Path) -> None:

@@ -87,7 +87,7 @@ class Barriers:
         while not self.meter.complete:
             groups = self._groups(self.meter.steps)
             ends = sorted((at, key) for key, at in self._generate(groups, now).items())
-            opened = OpenGroups(self.samples)
+            opened = OpenGroups(self.samples, baseline=self.samples > 1)
             missing = dict.fromkeys(groups, self.samples)
             free, train_s, trained = now, 0.0, 0
             for place, (at, key) in enumerate(ends):

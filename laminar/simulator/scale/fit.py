@@ -99,9 +99,9 @@ class Fit:
             generating_s = self.step_tokens / (self.workers * self.rollout_rate)
             return (
                 "balance: rollouts and trainer take turns (trainer.max_staleness = 0), so no number of rollouts "
-                f"balances them; with the {self.workers} it had, a step generates for at least {generating_s:.2f} s and "
-                f"trains for {self.step_s:.2f} s. Where both work at once, {self.rollouts:.2f} rollouts would balance the "
-                "trainer"
+                f"balances them; with the {self.workers} it had, a step generates for at least {generating_s:.2f} s "
+                f"and trains for {self.step_s:.2f} s. Where both work at once, {self.rollouts:.2f} rollouts would "
+                "balance the trainer"
             )
         more = self.whole_rollouts - self.workers
         advice = "as it had" if not more else f"it had {self.workers}: {abs(more)} {'more' if more > 0 else 'fewer'}"
@@ -121,6 +121,8 @@ def fit(store: StoreView) -> Fit:
         raise StoreError(f"{store.root} has {rows.num_rows} finished trajectories with times, {FEWEST} are needed")
     tokens = np.array(policy_tokens(rows["policy_mask"]), dtype=float)
     began, ended = (np.array(rows[name].to_pylist(), dtype=float) for name in ("began", "ended"))
+    if not tokens.any():
+        raise StoreError(f"{store.root}: no trajectory of {rows.num_rows} has a token of the policy; nothing follows")
     prompts = np.array(rows["prompt"].to_pylist(), dtype=float)
     workers = np.array([name or "" for name in rows["worker"].to_pylist()])
     names = sorted(set(workers))
@@ -147,7 +149,7 @@ def fit(store: StoreView) -> Fit:
         max_running=config.rollout.max_running,
         stopped_s=stopped_s,
     )
-    _refuse_absurd(found)
+    refuse_absurd(found)
     return found
 
 
@@ -157,7 +159,7 @@ def _writes(store: StoreView) -> np.ndarray:
     return np.array(rows["at"].to_pylist(), dtype=float)
 
 
-def _refuse_absurd(found: Fit) -> None:
+def refuse_absurd(found: Fit) -> None:
     """Raises StoreError where so many rollouts would balance the trainer that the record must be wrong, or no advice
     can follow from it."""
     trajectories = found.groups_per_step * found.samples_per_prompt
@@ -269,20 +271,21 @@ def write_fit(found: Fit, output: Path, *, force: bool) -> list[Path]:
     checked_writer(trace, force=force)
     write_table(pa.table({"tokens": pa.array(found.lengths, pa.int32())}), trace, force=force)
     try:
-        output.write_text(_toml(found, trace.name), encoding="utf-8")
+        output.write_text(_toml(found, output.name, trace.name), encoding="utf-8")
     except OSError as e:
         raise StoreError(f"cannot write {output}: {e.strerror or e}") from e
     return [output, trace]
 
 
-def _toml(found: Fit, trace: str) -> str:
+def _toml(found: Fit, name: str, trace: str) -> str:
+    """What `settings.load_settings` takes, whatever the run is like."""
     longest = max(found.lengths)
     room = math.ceil(1.02 * found.max_running * (found.prompt_tokens + longest))
     staleness = "" if found.max_staleness is None else f"max_staleness = {found.max_staleness}\n"
     balance = f"{found.rollouts:.2f} balance one trainer" + (", were there no turns" if found.takes_turns else "")
-    decode = "".join(f"    [{batch:.1f}, {kv:.0f}, {seconds:.6f}],\n" for batch, kv, seconds in found.decode)
+    decode = "".join(f"    [{batch:.1f}, {kv:.0f}, {seconds:.4g}],\n" for batch, kv, seconds in found.decode)
     return f"""\
-# From the run {found.run!r}: `laminar simulate {trace.removesuffix(".lengths.parquet")}.toml`
+# From the run {found.run!r}: `laminar simulate {name}`
 # Its devices are called GPUs here, whatever they are: one a rollout, the rest train.
 
 [cluster]
@@ -300,7 +303,7 @@ max_tokens = {longest}
 max_ahead_groups = {found.max_ahead_groups}
 {staleness}
 [lengths]
-trace = {json.dumps(trace)}
+trace = {json.dumps(trace, ensure_ascii=False)}
 
 [environment]
 turns = {found.turns}
@@ -315,8 +318,8 @@ max_running = {found.max_running}
 decode = [
 {decode}]
 kv_tokens = {room}   # not recorded: room for all that runs at once
-prefill_tokens_per_s = {FORWARD_SHARE * found.train_rate:.1f}   # not recorded: three times the rate of what is computed
-train_tokens_per_s = {found.consume_rate:.1f}   # of all that a step consumes: retired groups cost the trainer nothing
+prefill_tokens_per_s = {FORWARD_SHARE * found.train_rate:.4g}   # not recorded: three times the rate of what is computed
+train_tokens_per_s = {found.consume_rate:.4g}   # of all that a step consumes: retired groups cost the trainer nothing
 
 [compare]
 policies = ["synchronous", "one-step", "stream", "partial", "laminar"]

@@ -65,7 +65,7 @@ class Flowing:
         self.versions: dict[Key, int] = {}
         """Under which version each unfinished or untrained trajectory was begun."""
         self.samples = job.samples
-        self.trainer = Trainer(OpenGroups(self.samples))
+        self.trainer = Trainer(OpenGroups(self.samples, baseline=self.samples > 1))
         machine = max(1, job.settings.cluster.gpus_per_machine // job.costs.tensor_parallel)
         self.rollouts = [
             # The master is on the trainer's machine.

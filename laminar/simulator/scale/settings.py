@@ -63,8 +63,8 @@ class JobSection(Section):
     """Steps before those: a pipeline of several steps takes some to fill."""
     groups_per_step: int = Field(512, ge=1)
     """Groups that a step trains on."""
-    samples_per_prompt: int = Field(16, ge=2, le=120)
-    """Trajectories of a group."""
+    samples_per_prompt: int = Field(16, ge=1, le=120)
+    """Trajectories of a group; 1: as a run without a group baseline (`trainer.advantage = "reinforce++"`)."""
     mini_batches: int = Field(16, ge=1)
     """Updates of the weights within a step."""
     prompt_tokens: int = Field(300, ge=1)
@@ -91,7 +91,7 @@ class LengthsSection(Section):
 
 
 class EnvironmentSection(Section):
-    turns: int = Field(1, ge=1, le=1000)
+    turns: int = Field(1, ge=1)
     """Policy turns of a trajectory; its tokens are spread evenly over them."""
     median_s: float = Field(0.0, ge=0)
     """Seconds of the environment's reply between two turns: the median of a log-normal distribution."""

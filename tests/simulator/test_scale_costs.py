@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from laminar.errors import ConfigError
 from laminar.simulator.scale.costs import Decode, Train, Weights, fitted, published_costs, roofline
 from laminar.simulator.scale.engine import Engine, Request
+from laminar.simulator.scale.job import Job
 from laminar.simulator.scale.lengths import Lengths, read_trace
 from laminar.simulator.scale.published import GPUS, MODELS
+from laminar.simulator.scale.report import as_json, facts
+from laminar.simulator.scale.settings import settings_from
 
 decodes = st.builds(
     Decode,
@@ -97,8 +100,56 @@ def test_a_measured_table_gives_its_own_model_back() -> None:
     table += [(b, b * 500.0, model.step_s(b, b * 500.0)) for b in (1, 64, 128)]
     found = fitted(table)
     for batch, kv, seconds in table:
-        assert found.step_s(batch, kv) == pytest.approx(seconds, rel=0.02)
-    assert fitted([(4, 100, 0.05)]).step_s(4, 100) == pytest.approx(0.05)
+        assert found.decode.step_s(batch, kv) == pytest.approx(seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("row", [(64, 192_000, 0.0118), (1, 84, 0.018), (4, 0, 0.05)])
+def test_one_row_tells_the_constant_alone_and_that_is_said(row: tuple[float, float, float]) -> None:
+    """The whole step in the part of the KV cache: 6 us for a trajectory alone, four times as long with four."""
+    found = fitted([row, row])
+    for batch in (1, 4, 64, 1000):
+        assert found.decode.step_s(batch, 100.0 * batch) == pytest.approx(row[2])
+    assert f"a batch of {row[0]:g} alone" in found.untold
+
+
+def test_one_row_scales_the_model_where_there_is_one() -> None:
+    model = roofline(MODELS["qwen2.5-7b"], GPUS["h800"], 1)
+    found = fitted([(64, 192_000, 3 * model.step_s(64, 192_000))], model)
+    for batch in (1, 64, 512):
+        assert found.decode.step_s(batch, 3000 * batch) == pytest.approx(3 * model.step_s(batch, 3000 * batch))
+    assert "scaled from the model's" in found.untold
+
+
+def test_rows_of_one_batch_tell_of_the_cache_and_rows_of_one_context_of_the_batch() -> None:
+    same_batch = fitted([(8, 1000, 0.01), (8, 200_000, 0.02)])
+    assert same_batch.decode.step_s(8, 100_500) == pytest.approx(0.015) and "a batch of 8 alone" in same_batch.untold
+    same_cache = fitted([(8, 1000, 0.01), (16, 1000, 0.02), (32, 1000, 0.04)])
+    assert same_cache.decode.step_s(16, 1000) == pytest.approx(0.02)
+    assert same_cache.decode.step_s(1, 1000) == pytest.approx(0.01)
+
+
+rows = st.lists(
+    st.tuples(st.integers(1, 512), st.floats(0, 1e6), st.floats(1e-4, 1)), min_size=1, max_size=6
+).map(lambda rows: [(float(b), kv, s) for b, kv, s in rows])  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(rows=rows, known=st.booleans())
+def test_no_table_makes_a_step_much_shorter_than_any_that_was_measured(
+    rows: list[tuple[float, float, float]], known: bool
+) -> None:
+    found = fitted(rows, roofline(MODELS["qwen2.5-7b"], GPUS["h800"], 1) if known else None)
+    fastest = min(seconds for _, _, seconds in rows)
+    assert found.decode.step_s(1, 0) >= (0.02 if known else 0.05) * fastest * (1 - 1e-9)
+    assert found.decode.step_s(1, 0) <= found.decode.step_s(64, 1e5) <= found.decode.step_s(65, 1e5)
+
+
+def test_what_no_row_tells_is_said_before_anything_runs() -> None:
+    measured = {"decode": [(1, 84, 0.018)], "kv_tokens": 40_000, "prefill_tokens_per_s": 1e4, "train_tokens_per_s": 1e3}
+    job = Job.of(settings_from({"model": {"name": "measured"}, "costs": measured, "cluster": {"gpus": 4}}))
+    assert "a batch of 1 alone" in facts(job) and job.batch_limit == job.settings.rollout.max_running
+    assert as_json(job, [])["untold"] == job.costs.untold
+    assert not Job.of(settings_from({})).costs.untold
 
 
 @settings(max_examples=60, deadline=None)

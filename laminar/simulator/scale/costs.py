@@ -40,6 +40,8 @@ SHARD = 8
 RELOAD_S = 1.0
 """To take weights into an engine beside their copying, and to get an engine's memory ready between two phases."""
 CHUNK_BYTES = 64 << 20
+LEAST_CONSTANT = 0.05
+"""Of the fastest measured step: less than that is never the time in which weights are read, but an extrapolation."""
 
 
 @dataclass(frozen=True)
@@ -92,28 +94,71 @@ def roofline(model: Model, gpu: Gpu, tensor_parallel: int) -> Decode:
     return Decode(OVERHEAD_S + reductions, floor_s, max(1.0, floor_s / each_s), model.kv_bytes / bandwidth)
 
 
-def fitted(table: Sequence[Sequence[float]]) -> Decode:
-    """The decode model nearest to rows of (batch, tokens in the KV cache, seconds of a step): for each knee among the
-    batches, least squares of relative errors; what came out negative is 0. Needs one row at least."""
-    rows = np.array(table, dtype=float)
+@dataclass(frozen=True)
+class Fitted:
+    """`untold`: what the rows do not tell, and what is supposed in its place; empty where they tell all."""
+
+    decode: Decode
+    untold: str = ""
+
+
+def fitted(table: Sequence[Sequence[float]], model: Decode | None = None) -> Fitted:
+    """The decode model nearest to rows of (batch, tokens in the KV cache, seconds of a step): least squares of relative
+    errors. Needs one row at least.
+
+    No more terms are fitted than there are different rows: first the constant, then the part of the KV cache where rows
+    differ in it, then a knee between the batches. What the rows do not tell is as in `model`, or else nothing: a step
+    that no row shows to become longer stays as long."""
+    rows = np.array(sorted({tuple(float(v) for v in row) for row in table}))
+    points, batches = len({(b, kv) for b, kv, _ in rows.tolist()}), np.unique(rows[:, 0])
+    if points == 1 and model is not None:
+        scale = float(np.mean(rows[:, 2])) / model.step_s(int(rows[0, 0]), rows[0, 1])
+        decode = Decode(scale * model.overhead_s, scale * model.floor_s, model.knee, scale * model.kv_s)
+        return Fitted(decode, "costs.decode has one kind of row: other batches are scaled from the model's")
+    # Of two that are as near, the first is taken: that with fewer terms, and with the knee further up.
+    knees = [float(b) for b in batches[-2::-1]]
+    beyond = math.inf if model is None else model.knee
+    if points > 2 and beyond < batches[-1]:
+        knees, beyond = [beyond, *knees], float(batches[-1])
+    tried = [_least_squares(rows, beyond, kv_term=False)]
+    tried += [_least_squares(rows, knee, kv_term=False) for knee in knees if points > 1]
+    if points > 1 and len(np.unique(rows[:, 1])) > 1:
+        tried.append(_least_squares(rows, beyond, kv_term=True))
+        tried += [_least_squares(rows, knee, kv_term=True) for knee in knees if points > 2]
+    error, decode = tried[0]
+    for other, each in tried[1:]:
+        if other < error - 1e-9:
+            error, decode = other, each
+    return Fitted(decode, _untold(batches, points, decode, model))
+
+
+def _least_squares(rows: np.ndarray, knee: float, *, kv_term: bool) -> tuple[float, Decode]:
+    """The sum of squared relative errors, and the model; the KV cache's part is 0 where it would not be positive, or
+    would leave next to nothing to the constant: weights are read in every step."""
     batch, kv, seconds = rows[:, 0], rows[:, 1], rows[:, 2]
-    best: tuple[float, Decode] | None = None
-    for knee in [*np.unique(batch), 4 * batch.max()]:
-        shape = np.maximum(1.0, batch / knee)
-        columns, chosen = [shape, kv], [0, 1]
-        while True:
-            matrix = np.stack([columns[i] / seconds for i in chosen], axis=1)
-            solution = np.linalg.lstsq(matrix, np.ones(len(seconds)), rcond=None)[0]
-            if (solution >= 0).all() or len(chosen) == 1:
-                break
-            chosen = [i for i, value in zip(chosen, solution, strict=True) if value >= 0] or [0]
-        value = dict(zip(chosen, solution, strict=True))
-        decode = Decode(0.0, float(max(value.get(0, 0.0), 1e-9)), float(knee), float(max(value.get(1, 0.0), 0.0)))
-        error = sum((decode.step_s(int(b), k) / s - 1) ** 2 for b, k, s in rows)
-        if best is None or error < best[0] - 1e-12:
-            best = (error, decode)
-    assert best is not None
-    return best[1]
+    shape = np.maximum(1.0, batch / knee)
+    # Columns of about the same size: tokens are hundreds of thousands of times as many as steps.
+    scale = max(1.0, float(kv.max()))
+    matrix = np.stack([shape / seconds, kv / scale / seconds], axis=1)
+    ones = np.ones(len(seconds))
+    if kv_term:
+        (flat_s, kv_s), _, rank, _ = np.linalg.lstsq(matrix, ones, rcond=1e-6)
+        if rank == 2 and flat_s >= LEAST_CONSTANT * seconds.min() and kv_s >= 0:
+            decode = Decode(0.0, float(flat_s), knee, float(kv_s) / scale)
+            return float(((matrix @ [flat_s, kv_s] - 1) ** 2).sum()), decode
+    column = matrix[:, 0]
+    flat_s = float(column @ ones) / float(column @ column)
+    return float(((column * flat_s - 1) ** 2).sum()), Decode(0.0, flat_s, knee, 0.0)
+
+
+def _untold(batches: np.ndarray, points: int, decode: Decode, model: Decode | None) -> str:
+    if points == 1:
+        return f"costs.decode tells of a batch of {batches[0]:g} alone: a step is taken to be as long with any other"
+    if len(batches) == 1:
+        return f"costs.decode tells of a batch of {batches[0]:g} alone: of others, what the KV cache adds is supposed"
+    if decode.knee > batches[-1] and model is None:
+        return f"costs.decode shows no knee: above its largest batch, {batches[-1]:g}, none is supposed either"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -170,7 +215,7 @@ class Weights:
 @dataclass(frozen=True)
 class Costs:
     """Everything that a simulated job needs to know of its hardware. `trainers_least`: GPUs that hold the training
-    state; `kv_tokens`: of one engine's KV cache."""
+    state; `kv_tokens`: of one engine's KV cache; `untold`: what measured rows do not tell of `decode`."""
 
     decode: Decode
     kv_tokens: int
@@ -179,6 +224,7 @@ class Costs:
     weights: Weights
     tensor_parallel: int
     trainers_least: int
+    untold: str = ""
 
 
 def smallest_tensor_parallel(model: Model, gpu: Gpu) -> int:

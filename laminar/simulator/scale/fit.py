@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from laminar.config import Config, config_from
 from laminar.errors import ConfigError, StoreError
+from laminar.simulator.scale.costs import fitted
 from laminar.simulator.scale.settings import MOST_GPUS
 from laminar.simulator.scale.stops import without_stops
 from laminar.workers.training.length_bias import policy_tokens
@@ -91,6 +92,7 @@ class Fit:
                 f"{self.step_tokens:,.0f} and takes the trainer {self.step_s:.2f} s",
                 self._balance(),
                 *stopped,
+                *filter(None, [fitted(self.decode).untold]),
             ]
         )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from laminar.errors import ConfigError
-from laminar.simulator.scale.costs import RELOAD_S, Costs, Decode, Train, Weights, fitted, published_costs
+from laminar.simulator.scale.costs import RELOAD_S, Costs, Decode, Fitted, Train, Weights, fitted, published_costs
 from laminar.simulator.scale.engine import Engine, Key, Request
 from laminar.simulator.scale.lengths import Lengths, read_trace
 from laminar.simulator.scale.published import GPUS, MASTER_BYTES_PER_S, MODELS
@@ -110,11 +110,11 @@ def costs_of(settings: Settings) -> Costs:
     measured = settings.costs
     if settings.model.name != MEASURED:
         base = published_costs(MODELS[settings.model.name], GPUS[settings.cluster.gpu], settings.model.tensor_parallel)
-        return _with_measured(base, measured)
+        return _with_measured(base, measured, base.decode)
     size, rate = measured.version_bytes or MEASURED_BYTES, measured.bytes_per_s or MASTER_BYTES_PER_S
     load_s = measured.load_s or RELOAD_S
     base = Costs(
-        decode=fitted(measured.decode),
+        decode=fitted(measured.decode).decode,
         kv_tokens=measured.kv_tokens,
         prefill_tokens_per_s=measured.prefill_tokens_per_s,
         train=Train(measured.train_tokens_per_s, 0.0),
@@ -122,11 +122,12 @@ def costs_of(settings: Settings) -> Costs:
         tensor_parallel=settings.model.tensor_parallel or 1,
         trainers_least=1,
     )
-    return _with_measured(base, measured)
+    return _with_measured(base, measured, None)
 
 
-def _with_measured(base: Costs, measured: CostsSection) -> Costs:
-    decode: Decode = fitted(measured.decode) if measured.decode else base.decode
+def _with_measured(base: Costs, measured: CostsSection, model: Decode | None) -> Costs:
+    """`model`: of the decode step, as far as it is known without measuring."""
+    decode = fitted(measured.decode, model) if measured.decode else Fitted(base.decode)
     weights = replace(
         base.weights,
         bytes=measured.version_bytes or base.weights.bytes,
@@ -136,7 +137,8 @@ def _with_measured(base: Costs, measured: CostsSection) -> Costs:
     train = replace(base.train, tokens_per_s=measured.train_tokens_per_s or base.train.tokens_per_s)
     return replace(
         base,
-        decode=decode,
+        decode=decode.decode,
+        untold=decode.untold,
         kv_tokens=measured.kv_tokens or base.kv_tokens,
         prefill_tokens_per_s=measured.prefill_tokens_per_s or base.prefill_tokens_per_s,
         train=train,

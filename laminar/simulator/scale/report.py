@@ -33,7 +33,7 @@ def facts(job: Job) -> str:
         f"training {costs.train.tokens_per_s:,.0f} tokens/s a GPU; publish {costs.weights.publish_s:.2f} s, "
         f"into an engine {costs.weights.load_s:.2f} s",
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *([costs.untold] if costs.untold else [])])
 
 
 def table(outcomes: Sequence[Outcome]) -> RenderableType:
@@ -71,5 +71,6 @@ def as_json(job: Job, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "settings": job.settings.model_dump(mode="json"),
         "batch_limit": job.batch_limit,
+        "untold": job.costs.untold,
         "outcomes": [o.as_json() for o in outcomes],
     }

@@ -10,10 +10,12 @@ import pytest
 from laminar.errors import ConfigError
 from laminar.simulator.scale.barriers import Barriers
 from laminar.simulator.scale.compare import run_policy, split_of
+from laminar.simulator.scale.costs import published_costs
 from laminar.simulator.scale.flowing import Flowing
 from laminar.simulator.scale.job import Job
 from laminar.simulator.scale.meters import Outcome
 from laminar.simulator.scale.policies import POLICIES, Pipeline
+from laminar.simulator.scale.published import GPUS, MODELS
 from laminar.simulator.scale.rollout import Rollout
 from laminar.simulator.scale.settings import settings_from
 
@@ -156,3 +158,57 @@ def test_what_cannot_be_is_refused_with_the_numbers() -> None:
         job(rollout={"gpus": 16})
     with pytest.raises(ConfigError, match=r"model\.name = 'measured' needs costs\.decode"):
         job(model={"name": "measured"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"model": {"tensor_parallel": 3}}, r"tensor_parallel = 3: qwen2\.5-7b has 28 heads and 4 .* are 1, 2, 4$"),
+        ({"model": {"tensor_parallel": 8}}, r"tensor_parallel = 8: qwen2\.5-7b has 28 heads"),
+        ({"model": {"tensor_parallel": 16}}, r"tensor_parallel = 16 is more than cluster\.gpus_per_machine = 8"),
+        (
+            {"model": {"name": "qwen2.5-72b"}, "cluster": {"gpus": 64, "gpus_per_machine": 4}},
+            r"= 8 is more than .* = 4",
+        ),
+        (
+            {"model": {"tensor_parallel": 2}, "cluster": {"gpus_per_machine": 5}},
+            r"leaves 1 of the 5 GPUs of each machine",
+        ),
+    ],
+)
+def test_gpus_that_cannot_share_a_model_are_refused(sections: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        job(**sections)
+
+
+def test_a_few_gpus_of_a_larger_machine_may_hold_a_model() -> None:
+    for gpus, size in ((6, 2), (4, 4), (6, 4)):
+        assert (
+            job(model={"tensor_parallel": size}, cluster={"gpus": gpus}, rollout={"gpus": 0}).costs.tensor_parallel
+            == size
+        )
+
+
+def test_in_turns_the_training_state_must_fit_too() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.gpus = 2 are too few: the trainer's state takes 3"):
+        split_of("synchronous", job(cluster={"gpus": 2}, rollout={"gpus": 0}))
+
+
+def test_gpus_without_an_engine_are_idle_while_others_generate() -> None:
+    """32B, four GPUs an engine: two of ten have none."""
+    sizes: dict[str, Any] = {"model": {"name": "qwen2.5-32b"}, "rollout": {"gpus": 0}}
+    ten = run_policy("synchronous", job(cluster={"gpus": 10}, **sizes | {"costs": {"train_tokens_per_s": 1e12}}))
+    assert ten.rollouts == 2 and ten.rollout_idle > 0.2
+
+
+def test_copies_of_kv_heads_take_their_place_in_the_cache() -> None:
+    model, gpu = MODELS["qwen2.5-7b"], GPUS["h800"]
+    two, four, eight = (published_costs(model, gpu, size) for size in (2, 4, 8))
+    assert four.kv_tokens > 2 * two.kv_tokens
+    assert eight.kv_tokens < 1.1 * four.kv_tokens, "as many heads on each GPU"
+    assert eight.decode.kv_s == pytest.approx(four.decode.kv_s)
+
+
+def test_a_sequence_is_shared_by_the_gpus_of_a_machine_in_training() -> None:
+    small, large = (job(cluster={"gpus": 64, "gpus_per_machine": n}).train_s(range(12), 32) for n in (4, 8))
+    assert small > 1.5 * large, "the longest sequence is what it waits for"

@@ -35,8 +35,8 @@ STATE_BYTES = 18.0
 memory."""
 WEIGHTS_SHARE = 0.25
 """Of its GPUs' memory that weights take at most: what the smallest tensor-parallel size follows from."""
-SHARD = 8
-"""GPUs that share one sequence in training: a machine."""
+MACHINE = 8
+"""GPUs of a machine, where nothing else is said."""
 RELOAD_S = 1.0
 """To take weights into an engine beside their copying, and to get an engine's memory ready between two phases."""
 CHUNK_BYTES = 64 << 20
@@ -90,8 +90,9 @@ def roofline(model: Model, gpu: Gpu, tensor_parallel: int) -> Decode:
     reductions = 2 * model.layers * REDUCE_S if tensor_parallel > 1 else 0.0
     bandwidth = READ_SHARE * gpu.memory_bytes_per_s * tensor_parallel
     floor_s = model.bytes / bandwidth
+    kv_s = model.held_kv_bytes(tensor_parallel) / bandwidth
     each_s = 2 * model.parameters / (DECODE_SHARE * gpu.flops * tensor_parallel)
-    return Decode(OVERHEAD_S + reductions, floor_s, max(1.0, floor_s / each_s), model.kv_bytes / bandwidth)
+    return Decode(OVERHEAD_S + reductions, floor_s, max(1.0, floor_s / each_s), kv_s)
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,11 @@ def _untold(batches: np.ndarray, points: int, decode: Decode, model: Decode | No
 @dataclass(frozen=True)
 class Train:
     """An optimizer step. `tokens_per_s`: of one GPU, logprobs included; `exchange_s`: of a mini-batch, in the
-    background of its arithmetic."""
+    background of its arithmetic; `shard`: GPUs that share one sequence, those of a machine."""
 
     tokens_per_s: float
     exchange_s: float
-    shard: int = SHARD
+    shard: int = MACHINE
 
     def mini_batch_s(self, tokens: float, longest: float, gpus: int) -> float:
         spread = tokens / (self.tokens_per_s * gpus)
@@ -236,8 +237,8 @@ def smallest_tensor_parallel(model: Model, gpu: Gpu) -> int:
     return size
 
 
-def published_costs(model: Model, gpu: Gpu, tensor_parallel: int = 0) -> Costs:
-    """From what is published. `tensor_parallel` 0: the smallest."""
+def published_costs(model: Model, gpu: Gpu, tensor_parallel: int = 0, machine: int = MACHINE) -> Costs:
+    """From what is published. `tensor_parallel` 0: the smallest; `machine`: GPUs of one."""
     size = tensor_parallel or smallest_tensor_parallel(model, gpu)
     room = MEMORY_SHARE * gpu.memory_bytes * size - model.bytes
     copy_s = model.bytes / size / gpu.host_bytes_per_s
@@ -245,9 +246,9 @@ def published_costs(model: Model, gpu: Gpu, tensor_parallel: int = 0) -> Costs:
     exchange_s = 3 * model.bytes / gpu.machine_bytes_per_s
     return Costs(
         decode=roofline(model, gpu, size),
-        kv_tokens=max(0, int(room / model.kv_bytes)),
+        kv_tokens=max(0, int(room / model.held_kv_bytes(size))),
         prefill_tokens_per_s=PREFILL_SHARE * gpu.flops * size / (2 * model.parameters),
-        train=Train(TRAIN_SHARE * gpu.flops / (TRAIN_FLOPS * model.parameters), exchange_s),
+        train=Train(TRAIN_SHARE * gpu.flops / (TRAIN_FLOPS * model.parameters), exchange_s, machine),
         weights=Weights(
             bytes=model.bytes,
             bytes_per_s=MASTER_BYTES_PER_S,

@@ -29,9 +29,10 @@ class Job:
 
     @classmethod
     def of(cls, settings: Settings) -> Job:
-        """Raises ConfigError where the model does not fit, or a trace cannot be read."""
+        """Raises ConfigError where the model does not fit, GPUs cannot share it, or a trace cannot be read."""
         job, lengths = settings.job, settings.lengths
         costs = costs_of(settings)
+        _check_size(settings, costs.tensor_parallel)
         longest = job.prompt_tokens + job.max_tokens
         if costs.kv_tokens < longest / MAX_KV_SHARE:
             raise ConfigError(
@@ -105,11 +106,35 @@ class Job:
         return self.costs.train.step_s(tokens, gpus, mini_batches or self.settings.job.mini_batches)
 
 
+def _check_size(settings: Settings, size: int) -> None:
+    """Raises ConfigError where `size` GPUs cannot be one rollout, or leave some of a machine without work."""
+    cluster, name = settings.cluster, settings.model.name
+    machine, model = cluster.gpus_per_machine, MODELS.get(name)
+    fitting = [n for n in range(1, machine + 1) if not machine % n and (model is None or model.can_share(n))]
+    possible = f"possible on machines of {machine} are {', '.join(map(str, fitting))}"
+    if size > machine:
+        raise ConfigError(
+            f"model.tensor_parallel = {size} is more than cluster.gpus_per_machine = {machine}: one rollout is on one "
+            f"machine; {possible} (0: the fewest GPUs that {name} needs), or raise gpus_per_machine"
+        )
+    if model is not None and not model.can_share(size):
+        raise ConfigError(
+            f"model.tensor_parallel = {size}: {name} has {model.heads} heads and {model.kv_heads} KV heads, of which "
+            f"{size} GPUs cannot have equal parts; {possible}"
+        )
+    if machine % size and min(machine, cluster.gpus) % size:
+        raise ConfigError(
+            f"model.tensor_parallel = {size} leaves {machine % size} of the {machine} GPUs of each machine "
+            f"(cluster.gpus_per_machine) without work; {possible}"
+        )
+
+
 def costs_of(settings: Settings) -> Costs:
     """Of the model on the GPU, with what was measured in its place."""
     measured = settings.costs
     if settings.model.name != MEASURED:
-        base = published_costs(MODELS[settings.model.name], GPUS[settings.cluster.gpu], settings.model.tensor_parallel)
+        cluster, model = settings.cluster, settings.model
+        base = published_costs(MODELS[model.name], GPUS[cluster.gpu], model.tensor_parallel, cluster.gpus_per_machine)
         return _with_measured(base, measured, base.decode)
     size, rate = measured.version_bytes or MEASURED_BYTES, measured.bytes_per_s or MASTER_BYTES_PER_S
     load_s = measured.load_s or RELOAD_S
@@ -117,7 +142,7 @@ def costs_of(settings: Settings) -> Costs:
         decode=fitted(measured.decode).decode,
         kv_tokens=measured.kv_tokens,
         prefill_tokens_per_s=measured.prefill_tokens_per_s,
-        train=Train(measured.train_tokens_per_s, 0.0),
+        train=Train(measured.train_tokens_per_s, 0.0, settings.cluster.gpus_per_machine),
         weights=Weights(size, rate, load_s),
         tensor_parallel=settings.model.tensor_parallel or 1,
         trainers_least=1,

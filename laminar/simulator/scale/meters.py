@@ -119,7 +119,9 @@ class Meter:
     def outcome(self, moved: int = 0, plan_ms: list[float] | None = None) -> Outcome:
         seconds = self.ended - self.began
         busy, kv, generated = (after - b for after, b in zip(self._sums(), self._before, strict=True))
-        rollout_share = busy / (seconds * len(self.engines))
+        # In turns, GPUs that do not make up a whole engine are idle while the others generate.
+        engine_gpus = len(self.engines) * self.job.costs.tensor_parallel
+        rollout_share = busy / (seconds * len(self.engines)) * engine_gpus / self.split.rollout_gpus
         trainer_share = self.trainer_busy_s / seconds
         together = self.split.rollout_gpus + self.split.trainer_gpus > self.job.settings.cluster.gpus
         if together:

@@ -30,7 +30,8 @@ class ClusterSection(Section):
     gpus: int = Field(64, ge=1, le=MOST_GPUS)
     """GPUs of all machines together."""
     gpus_per_machine: int = Field(8, ge=1)
-    """One relay each machine of rollouts; the trainer's machine has the master."""
+    """One relay each machine of rollouts; the trainer's machine has the master. In training, the GPUs of a machine
+    share a sequence."""
     gpu: str = "h800"
     """`h800`, `h100`, `h200` or `a100`."""
 
@@ -46,7 +47,8 @@ class ModelSection(Section):
     name: str = "qwen2.5-7b"
     """`qwen2.5-7b`, `qwen2.5-32b`, `qwen2.5-72b`; or `measured`: all costs are in section [costs]."""
     tensor_parallel: int = Field(0, ge=0)
-    """GPUs of one rollout; 0: the smallest power of two at which weights take a quarter of the memory at most."""
+    """GPUs of one rollout; 0: the smallest power of two at which weights take a quarter of the memory at most. All of
+    one machine: it divides cluster.gpus_per_machine, and the model's heads."""
 
     @field_validator("name")
     @classmethod

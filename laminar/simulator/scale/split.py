@@ -32,6 +32,11 @@ def fixed_split(job: Job, policy: Policy) -> Split | None:
 
     Raises ConfigError where the GPUs do not suffice."""
     gpus, size, least = job.settings.cluster.gpus, job.costs.tensor_parallel, job.costs.trainers_least
+    if gpus < least:
+        raise ConfigError(
+            f"cluster.gpus = {gpus} are too few: the trainer's state takes {least}; raise cluster.gpus, or take a "
+            "smaller model"
+        )
     if policy.pipeline is Pipeline.TURNS:
         return Split(gpus // size, gpus, gpus)
     fixed = job.settings.rollout.gpus

@@ -330,8 +330,30 @@ def replay(
     raise typer.Exit(0 if fine else 1)
 
 
+MODES = {
+    "a cluster's file": ("set_", "real", "output", "json_"),
+    "--fit": ("output", "json_", "force"),
+    "--faults": ("seeds", "jobs"),
+}
+"""What `laminar simulate` does, and the options that say something to it."""
+
+
+def _refuse_idle_options(context: typer.Context, mode: str) -> None:
+    """Raises BadParameter for an option that does nothing in this mode: who gives it expects that it does."""
+    for option in context.command.params:
+        name = str(option.name)
+        source = context.get_parameter_source(name)
+        given = source is not None and source.name == "COMMANDLINE"
+        belongs = [other for other, names in MODES.items() if name in names]
+        if given and belongs and mode not in belongs:
+            raise typer.BadParameter(
+                f"{option.opts[0]} does nothing with {mode}; it belongs to {' and '.join(belongs)}: leave it out"
+            )
+
+
 @app.command()
 def simulate(
+    context: typer.Context,
     cluster: Annotated[
         Path | None, typer.Argument(metavar="[CLUSTER.toml]", help="A job on a cluster, such as examples/cluster.toml.")
     ] = None,
@@ -368,6 +390,7 @@ def simulate(
     """
     if (cluster is not None) + bool(fit) + faults != 1:
         raise typer.BadParameter("name a cluster's TOML file, or say --fit RUN, or --faults")
+    _refuse_idle_options(context, "--faults" if faults else "--fit" if fit else "a cluster's file")
     if faults:
         from laminar.simulator.seeds import run_faults
 

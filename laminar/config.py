@@ -7,7 +7,7 @@ resume are listed in `FROZEN`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from laminar.buffer.keys import RUN_NAME
 from laminar.config_places import SECTION, CoordinationConfig, StorageConfig
-from laminar.config_values import annotation_of, explain, read_override, refuse_secrets
+from laminar.config_values import explain_all, overridden, refuse_secrets
 from laminar.errors import ConfigError
 
 
@@ -26,6 +26,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str = "run"
     """Name of the run: its etcd prefix, and its folder where `store` is not given."""
+
     @field_validator("name")
     @classmethod
     def _usable(cls, name: str) -> str:
@@ -437,29 +438,9 @@ def config_from(data: dict[str, Any], *, origin: str = "config", overrides: Sequ
     try:
         return Config.model_validate(data)
     except ValidationError as e:
-        overridden = {item.partition("=")[0].strip() for item in overrides}
-        lines = [f"{_origin_of(error, overridden) or origin}: {explain(error, Config)}" for error in e.errors()]
-        raise ConfigError("\n".join(lines)) from e
-
-
-def _origin_of(error: Any, overridden: Collection[str]) -> str:
-    """`--set` if the value came by it, or the unknown section; else empty."""
-    names = [str(part) for part in error["loc"][:2]]
-    sections = {key.partition(".")[0] for key in overridden}
-    unknown = len(names) == 1 and error["type"] == "extra_forbidden" and names[0] in sections
-    return "--set" if unknown or ".".join(names) in overridden else ""
+        raise ConfigError(explain_all(e, Config, origin=origin, overrides=overrides)) from e
 
 
 def with_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """Apply `section.key=value` strings (values in TOML syntax; bare words are strings) to parsed TOML."""
-    result = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
-    for item in overrides:
-        dotted, sign, raw = item.partition("=")
-        parts = dotted.strip().split(".")
-        if not sign or len(parts) != 2:
-            raise ConfigError(f"--set {item!r} is not of the form section.key=value")
-        section = result.setdefault(parts[0], {})
-        if not isinstance(section, dict):
-            raise ConfigError(f"--set {item!r}: {parts[0]!r} is not a section of the config, but {section!r}")
-        section[parts[1]] = read_override(raw, annotation_of(Config, *parts))
-    return result
+    return overridden(data, overrides, Config)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+
+from laminar.errors import ConfigError
 
 SECRET_NAME = re.compile(
     r"(?:^|[_\-.])(?:api[_-]?key|apikey|access[_-]?key|private[_-]?key|key|token|secret|password|passwd|credentials?|"
@@ -74,11 +76,65 @@ def _wants_text(annotation: object) -> bool:
     return annotation is str
 
 
+def overridden(data: Mapping[str, Any], overrides: Sequence[str], tree: type[BaseModel]) -> dict[str, Any]:
+    """Parsed TOML with `section.key=value` strings applied to it (values in TOML syntax; bare words are strings). What
+    stands in place of a section is left there, for its own error. Raises ConfigError for a string of another form."""
+    result = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
+    for item in overrides:
+        dotted, sign, raw = item.partition("=")
+        parts = dotted.strip().split(".")
+        if not sign or len(parts) != 2:
+            raise ConfigError(f"--set {item!r} is not of the form section.key=value")
+        section = result.setdefault(parts[0], {})
+        if isinstance(section, dict):
+            section[parts[1]] = read_override(raw, annotation_of(tree, *parts))
+    return result
+
+
 def annotation_of(tree: type[BaseModel], section: str, key: str) -> object:
     """The type of a key of the config; None if there is no such key (which is told when the whole is checked)."""
     model = tree.model_fields[section].annotation if section in tree.model_fields else None
     field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
     return field.annotation if field else None
+
+
+WANTED = {
+    "greater_than_equal": "must be at least {ge}; raise it",
+    "greater_than": "must be more than {gt}; raise it",
+    "less_than_equal": "may be at most {le}; lower it",
+    "less_than": "must be less than {lt}; lower it",
+    "finite_number": "a finite number is expected",
+    "string_type": "a string is expected; put it in quotes",
+    "literal_error": "it must be {expected}",
+    "list_type": "a list is expected; write it as [ ... ]",
+    "tuple_type": "a list is expected; write it as [ ... ]",
+    "dict_type": "a table is expected; write it as {{ ... }}",
+    "bool_type": "true or false is expected",
+    "bool_parsing": "true or false is expected",
+    "int_type": "a whole number is expected",
+    "int_parsing": "a whole number is expected",
+    "int_from_float": "a whole number is expected",
+    "int_parsing_size": "such a number cannot be meant; lower it",
+    "float_type": "a number is expected",
+    "float_parsing": "a number is expected",
+}
+"""By pydantic's name of an error: what is expected instead."""
+
+
+def explain_all(errors: ValidationError, tree: type[BaseModel], *, origin: str, overrides: Sequence[str] = ()) -> str:
+    """A line for each of pydantic's errors. `origin`: where the values are from, but for those of `overrides`
+    (`section.key=value`)."""
+    names = {item.partition("=")[0].strip() for item in overrides}
+    lines = (f"{_origin_of(error, names) or origin}: {explain(error, tree)}" for error in errors.errors())
+    return "\n".join(lines)
+
+
+def _origin_of(error: Any, overridden: Collection[str]) -> str:
+    """`--set` if the value came by it, or the unknown section; else empty."""
+    names = [str(part) for part in error["loc"][:2]]
+    sections = {key.partition(".")[0] for key in overridden}
+    unknown = len(names) == 1 and error["type"] == "extra_forbidden" and names[0] in sections
+    return "--set" if unknown or ".".join(names) in overridden else ""
 
 
 def explain(error: Any, tree: type[BaseModel]) -> str:
@@ -94,9 +150,14 @@ def explain(error: Any, tree: type[BaseModel]) -> str:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "value_error":
         return message
-    if error["type"] == "string_type":
-        message = "a string is expected; put it in quotes"
-    return f"{where} = {error.get('input')!r}: {message}"
+    if error["type"] == "model_type":
+        wanted = f"a section is expected; write [{where}] with a line for each key below it"
+    elif error["type"] in WANTED:
+        limits = {k: f"{v:.12g}" if isinstance(v, float) else v for k, v in error.get("ctx", {}).items()}
+        wanted = WANTED[error["type"]].format(**limits)
+    else:
+        wanted = message
+    return f"{where} = {error.get('input')!r}: {wanted}"
 
 
 def _known_keys(tree: type[BaseModel], path: tuple[str | int, ...]) -> list[str]:

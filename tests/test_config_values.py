@@ -125,3 +125,30 @@ def test_a_value_of_set_is_not_blamed_on_the_file(tmp_path: Path) -> None:
     lines = sorted(str(failed.value).splitlines())
     assert [line.partition(": ")[0] for line in lines] == ["--set", "--set", "--set", str(path)]
     assert "did you mean 'learning_rate'?" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "says"),
+    [
+        ("sampling", {"temperature": -1.0}, r"sampling\.temperature = -1\.0: must be at least 0\.01; raise it"),
+        ("sampling", {"samples_per_prompt": 121}, r"samples_per_prompt = 121: may be at most 120; lower it"),
+        ("trainer", {"learning_rate": 0}, r"learning_rate = 0: must be more than 0; raise it"),
+        ("sampling", {"temperature": "hot"}, r"temperature = 'hot': a number is expected"),
+        ("run", {"max_steps": 1.5}, r"max_steps = 1\.5: a whole number is expected"),
+        ("trainer", {"deterministic": "perhaps"}, "true or false is expected"),
+        ("rollout", {"engine": "sglang"}, "engine = 'sglang': it must be 'vllm' or 'transformers'"),
+        ("coordination", {"endpoints": "node1:2379"}, r"a list is expected; write it as \[ \.\.\. \]"),
+        ("reward", {"options": 5}, r"a table is expected; write it as \{ \.\.\. \}"),
+    ],
+)
+def test_what_is_expected_instead_is_said(section: str, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(section, **values)
+
+
+def test_what_stands_in_place_of_a_section_is_blamed_on_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('trainer = 5\n[model]\npath = "tiny"\n')
+    with pytest.raises(ConfigError) as failed:
+        load_config_with(path, ["trainer.learning_rate=1e-4"])
+    assert str(failed.value).startswith(f"{path}: trainer = 5: a section is expected; write [trainer] with a line")

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.cli import app, main
 from laminar.errors import StoreError
+from laminar.simulator.scale import command
 from laminar.simulator.scale.compare import run_policy
 from laminar.simulator.scale.fit import Fit, fit, refuse_absurd, write_fit
 from laminar.simulator.scale.job import Job
@@ -100,13 +101,25 @@ def test_json_is_the_same_each_time(here: Path) -> None:
         (["small.toml", "--set", "nonsense"], "section.key=value"),
         (["small.toml", "--set", "lengths.trace=absent.parquet"], "absent.parquet"),
         (["small.toml", "--real", "--set", 'compare.policies=["stream"]'], "cannot run the policy 'stream'"),
+        (["small.toml", "--set", "job.steps=0"], "--set: job.steps = 0: must be at least 1; raise it"),
+        (["odd.toml", "--set", "cluster.gpus=4"], "odd.toml: cluster = 5: a section is expected; write [cluster]"),
+        (["small.toml", "-o", "absent/x.png"], "the folder absent does not exist"),
+        (["small.toml", "-o", "."], "is a folder"),
+        (["--fit", "nowhere", "-o", "absent/x.toml"], "the folder absent does not exist"),
+        (["--fit", "nowhere", "-o", "small.toml"], "small.toml exists"),
         (["absent.toml"], "cannot read absent.toml"),
         (["--fit", "nowhere"], "no store at 'nowhere'"),
     ],
 )
-def test_nonsense_is_refused_with_the_numbers_and_2(
+def test_nonsense_is_refused_with_the_numbers_and_2_before_anything_runs(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
+    def runs(*_: object) -> None:
+        raise AssertionError("nothing runs")
+
+    monkeypatch.setattr(command, "run_policy", runs)
+    monkeypatch.setattr(command, "run_real", runs)
+    (here / "odd.toml").write_text("cluster = 5\n")
     assert fails(monkeypatch, *arguments) == 2
     assert says in capsys.readouterr().err
 
@@ -114,6 +127,24 @@ def test_nonsense_is_refused_with_the_numbers_and_2(
 def test_what_to_simulate_must_be_said_once(here: Path) -> None:
     for arguments in ([], ["small.toml", "--faults"], ["small.toml", "--fit", "run"]):
         assert CliRunner().invoke(app, ["simulate", *arguments]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (["--fit", "my-run", "--set", "job.stepz=3"], "--set"),
+        (["--fit", "my-run", "--real"], "--real"),
+        (["--fit", "my-run", "--seeds", "zzz"], "--seeds"),
+        (["small.toml", "--seeds", "zzz"], "--seeds"),
+        (["small.toml", "--jobs", "2"], "--jobs"),
+        (["small.toml", "--force"], "--force"),
+        (["--faults", "--json"], "--json"),
+        (["--faults", "-o", "x.png"], "--output"),
+    ],
+)
+def test_options_that_do_nothing_together_are_refused(here: Path, arguments: list[str], option: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == 2 and f"{option} does nothing with" in result.output, result.output
 
 
 # -- a recorded run ---------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from laminar.simulator.scale import report
 from laminar.simulator.scale.compare import run_policy
-from laminar.simulator.scale.fit import fit, write_fit
+from laminar.simulator.scale.fit import check_fit_output, fit, write_fit
 from laminar.simulator.scale.job import Job
-from laminar.simulator.scale.picture import draw
+from laminar.simulator.scale.picture import check_output, draw
 from laminar.simulator.scale.policies import POLICIES
-from laminar.simulator.scale.real import run_real
+from laminar.simulator.scale.real import check_real, run_real
 from laminar.simulator.scale.settings import load_settings
 from laminar.simulator.scale.split import fixed_split
 from laminar.workers.viewing.inspect import open_store
@@ -27,11 +27,16 @@ Say = Callable[[RenderableType], None]
 def run_cluster(path: Path, overrides: list[str], output: Path | None, *, as_json: bool, real: bool, say: Say) -> None:
     """Run the policies of a file, say what came out, and draw it. `real`: with the workers themselves in place of the
     last policy's model. Raises ConfigError."""
+    # What cannot be is told before anything runs.
+    picture = output or Path(f"{path.stem}.png")
+    check_output(picture)
     settings = load_settings(path, overrides)
     job = Job.of(settings)
     names = settings.compare.policies
     for name in names:
-        fixed_split(job, POLICIES[name])  # what does not fit is told before anything runs
+        fixed_split(job, POLICIES[name])
+    if real:
+        check_real(names[-1], job)
     if not as_json:
         say(Text(report.facts(job) + "\n"))
     outcomes = []
@@ -48,13 +53,15 @@ def run_cluster(path: Path, overrides: list[str], output: Path | None, *, as_jso
         say(Text())
         say(report.table(outcomes))
     title = f"{path.stem}: {settings.model.name}, {settings.cluster.gpus} GPUs"
-    drawn = draw(outcomes, title, output or Path(f"{path.stem}.png"))
+    drawn = draw(outcomes, title, picture)
     if not as_json:
         say(Text(str(drawn)))
 
 
 def run_fit(target: str, output: Path | None, *, as_json: bool, force: bool, say: Say) -> None:
     """Read a run, say what balances, and write a cluster.toml. Raises ConfigError, StoreError."""
+    if output is not None:
+        check_fit_output(output, force=force)
     store = open_store(target)
     found = fit(store)
     written = write_fit(found, output or Path(f"{found.run}-cluster.toml"), force=force)

@@ -265,12 +265,20 @@ def _mean_at_once(began: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return shares
 
 
-def write_fit(found: Fit, output: Path, *, force: bool) -> list[Path]:
-    """Write cluster.toml and the lengths beside it. Raises ConfigError, StoreError."""
+def check_fit_output(output: Path, *, force: bool) -> Path:
+    """Where the lengths beside `output` go. Raises ConfigError if nothing could be written there."""
     trace = output.with_name(f"{output.stem}.lengths.parquet")
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; name a file in it with -o")
     if output.exists() and not force:
         raise ConfigError(f"{output} exists; choose another path with -o, or replace it with --force")
     checked_writer(trace, force=force)
+    return trace
+
+
+def write_fit(found: Fit, output: Path, *, force: bool) -> list[Path]:
+    """Write cluster.toml and the lengths beside it. Raises ConfigError, StoreError."""
+    trace = check_fit_output(output, force=force)
     write_table(pa.table({"tokens": pa.array(found.lengths, pa.int32())}), trace, force=force)
     try:
         output.write_text(_toml(found, output.name, trace.name), encoding="utf-8")

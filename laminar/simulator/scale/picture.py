@@ -13,10 +13,17 @@ from laminar.workers.viewing.plot import ACCENT, INK, MARK, SOFT, save_figure
 COLOURS = (SOFT, "#7a8b99", "#b08968", MARK, ACCENT, "#3d405b", "#81b29a", "#e07a5f", "#f2cc8f", "#6d597a")
 
 
-def draw(outcomes: Sequence[Outcome], title: str, output: Path) -> Path:
-    """Write a PNG to `output`, replaced as a whole. Raises ConfigError, StoreError."""
+def check_output(output: Path) -> None:
+    """Raises ConfigError if nothing could be written there: ask before the work that makes the picture."""
     if not output.parent.is_dir():
         raise ConfigError(f"the folder {output.parent} does not exist; make it first")
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; name a file in it with -o")
+
+
+def draw(outcomes: Sequence[Outcome], title: str, output: Path) -> Path:
+    """Write a PNG to `output`, replaced as a whole. Raises ConfigError, StoreError."""
+    check_output(output)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

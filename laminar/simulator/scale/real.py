@@ -150,11 +150,17 @@ class RealCluster(Cluster):
         return WeightsHead.parse(kv.value).version if kv else -1
 
 
-def run_real(name: str, job: Job) -> Outcome:
-    """Equal settings give equal outcomes. Raises ConfigError where the workers have no such policy."""
+def check_real(name: str, job: Job) -> None:
+    """Raises ConfigError where the workers have no such policy, or refuse the config that stands for it."""
     if not runs_real(name):
         known = ", ".join(n for n in POLICIES if runs_real(n))
         raise ConfigError(f"the workers cannot run the policy {name!r}; last in compare.policies may be: {known}")
+    real_config(name, job)
+
+
+def run_real(name: str, job: Job) -> Outcome:
+    """Equal settings give equal outcomes. Raises ConfigError as `check_real`."""
+    check_real(name, job)
     loop = CostLoop(random.Random(f"real/{job.settings.job.seed}"))
     with quiet():
         try:

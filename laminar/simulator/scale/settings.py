@@ -6,13 +6,14 @@ Every field has a default; what is 0 or empty follows from the others, by the ru
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from laminar.config_places import SECTION
-from laminar.config_values import explain, read_override
+from laminar.config_values import explain_all, overridden
 from laminar.errors import ConfigError
 from laminar.simulator.scale.policies import POLICIES
 from laminar.simulator.scale.published import GPUS, MODELS
@@ -195,12 +196,15 @@ class Settings(Section):
         return self.job.max_ahead_groups or AHEAD_STEPS * self.job.groups_per_step
 
 
-def settings_from(data: dict[str, Any], *, origin: str = "cluster.toml") -> Settings:
-    """Raises ConfigError naming each bad key, the near key for a misspelt one, and what was expected."""
+def settings_from(
+    data: dict[str, Any], *, origin: str = "cluster.toml", overrides: Sequence[str] = ()
+) -> Settings:  # fmt: skip
+    """Raises ConfigError naming each bad key, the near key for a misspelt one, and what was expected. `origin`: where
+    it is from, but for the values that are of `overrides`."""
     try:
         return Settings.model_validate(data)
     except ValidationError as e:
-        raise ConfigError("\n".join(f"{origin}: {explain(error, Settings)}" for error in e.errors())) from e
+        raise ConfigError(explain_all(e, Settings, origin=origin, overrides=overrides)) from e
 
 
 def load_settings(path: Path, overrides: list[str]) -> Settings:
@@ -211,21 +215,9 @@ def load_settings(path: Path, overrides: list[str]) -> Settings:
         raise ConfigError(f"cannot read {path}: {e.strerror}") from e
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise ConfigError(f"{path} is not valid TOML: {e}") from e
-    for item in overrides:
-        dotted, sign, raw = item.partition("=")
-        section, dot, key = dotted.strip().partition(".")
-        if not sign or not dot or not isinstance(data.setdefault(section, {}), dict):
-            raise ConfigError(f"--set {item!r} is not of the form section.key=value")
-        data[section][key] = read_override(raw, _annotation(section, key))
-    settings = settings_from(data, origin=str(path))
+    settings = settings_from(overridden(data, overrides, Settings), origin=str(path), overrides=overrides)
     trace = settings.lengths.trace
     if not trace:
         return settings
     lengths = settings.lengths.model_copy(update={"trace": str(path.parent / trace)})
     return settings.model_copy(update={"lengths": lengths})
-
-
-def _annotation(section: str, key: str) -> object:
-    model = Settings.model_fields[section].annotation if section in Settings.model_fields else None
-    field = model.model_fields.get(key) if isinstance(model, type) and issubclass(model, BaseModel) else None
-    return field.annotation if field else None

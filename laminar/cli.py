@@ -362,7 +362,12 @@ def simulate(
         typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value of the file. May be repeated."),
     ] = None,
     real: Annotated[
-        bool, typer.Option("--real", help="The last policy with the workers themselves: slower, nothing simplified.")
+        bool,
+        typer.Option(
+            "--real",
+            help="The last policy with the workers themselves: slower. Engine, training and time stay modelled, and "
+            "one token stands for many.",
+        ),
     ] = False,
     fit: Annotated[
         str, typer.Option("--fit", metavar="RUN", help="How many rollouts balance a recorded run's trainer.")

@@ -9,8 +9,9 @@ import pytest
 from laminar.errors import ConfigError
 from laminar.simulator.scale.compare import run_policy
 from laminar.simulator.scale.job import Job
-from laminar.simulator.scale.real import run_real
+from laminar.simulator.scale.real import run_real, says_real
 from laminar.simulator.scale.settings import settings_from
+from laminar.workers.managing.repacking import Repacker
 
 
 def job(**sections: dict[str, Any]) -> Job:
@@ -46,6 +47,29 @@ def test_several_turns_and_environments_with_the_workers_themselves() -> None:
     acting = job(environment={"turns": 2, "median_s": 5.0, "reward_s": 1.0}, job={"steps": 2, "warmup_steps": 1})
     real, modelled = run_real("laminar", acting), run_policy("laminar", acting)
     assert real.tokens_per_s == pytest.approx(modelled.tokens_per_s, rel=0.25), (real, modelled)
+
+
+@pytest.mark.slow
+def test_none_of_equal_engines_is_sent_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token stands for 256: one engine had made 2 of them where others would have made 9, and rested for minutes."""
+    rests: list[str] = []
+    send = Repacker._send_to_rest
+
+    async def sent(self: Repacker, worker: str, reason: str) -> None:
+        rests.append(reason)
+        await send(self, worker, reason)
+
+    monkeypatch.setattr(Repacker, "_send_to_rest", sent)
+    rewards = job(
+        environment={"reward_s": 250.0}, job={"steps": 4, "warmup_steps": 1, "max_ahead_groups": 96}
+    )  # fmt: skip
+    run_real("laminar-off", rewards)
+    assert not rests
+
+
+def test_what_is_simplified_is_said() -> None:
+    assert "one simulated token stands for 256 tokens" in says_real(job())
+    assert "each token is one" in says_real(job(job={"max_tokens": 64}))
 
 
 def test_a_policy_that_the_workers_do_not_have_is_refused() -> None:

@@ -17,8 +17,9 @@ groups a step means (`buffer.sampler.select`).
 What `flowing.py` models: the engine (a fluid, `engine.py`), time (`costs.py`), and what the protocol takes: a report
 is as new as the plan that reads it, a draw, a finish and a commit take no time, a hand-over takes
 `repack.HAND_OVER_S`. Deaths, rests, evaluation and checkpoints do not happen. `real.py` has none of these
-simplifications but the engine and time: it runs rollouts, trainer, relay, manager and committer on the twins of etcd
-and storage. A test holds the two together on a small cluster.
+simplifications but the engine, training and time: it runs rollouts, trainer, relay, manager and committer on the twins
+of etcd and storage. Its tokens are grains of `max_tokens / 64` each, 256 by default (`real_engine.Grain`), so that what
+the workers count of them is as coarse. A test holds the two together on a small cluster.
 
 The baselines are policies of the same engine, costs and lengths.
 """

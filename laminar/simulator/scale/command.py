@@ -16,7 +16,7 @@ from laminar.simulator.scale.fit import check_fit_output, fit, write_fit
 from laminar.simulator.scale.job import Job
 from laminar.simulator.scale.picture import check_output, draw
 from laminar.simulator.scale.policies import POLICIES
-from laminar.simulator.scale.real import check_real, run_real
+from laminar.simulator.scale.real import check_real, run_real, says_real
 from laminar.simulator.scale.settings import load_settings
 from laminar.simulator.scale.split import fixed_split
 from laminar.workers.viewing.inspect import open_store
@@ -46,6 +46,8 @@ def run_cluster(path: Path, overrides: list[str], output: Path | None, *, as_jso
         outcomes.append(outcome)
         if not as_json:
             plans = f", {max(outcome.plan_ms):.1f} ms a plan at most" if outcome.plan_ms else ""
+            if real and name == names[-1]:
+                say(Text(f"{name}: {says_real(job)}", style="dim"))
             say(Text(f"{name}: simulated in {time.perf_counter() - began:.1f} s{plans}", style="dim"))
     if as_json:
         say(Text(json.dumps(report.as_json(job, outcomes), indent=1)))

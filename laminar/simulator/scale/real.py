@@ -150,6 +150,13 @@ class RealCluster(Cluster):
         return WeightsHead.parse(kv.value).version if kv else -1
 
 
+def says_real(job: Job) -> str:
+    """What is simplified where the workers themselves run."""
+    grain = Grain.of(job).grain
+    tokens = "each token is one" if grain == 1 else f"one simulated token stands for {grain} tokens"
+    return f"the workers themselves, with a modelled engine, training and time; {tokens}"
+
+
 def check_real(name: str, job: Job) -> None:
     """Raises ConfigError where the workers have no such policy, or refuse the config that stands for it."""
     if not runs_real(name):

@@ -3,12 +3,14 @@
 A machine that throttles, swaps or shares its device with something else holds each trajectory that it has for many
 times as long as any other would. Compared are tokens for each second that a trajectory spent in the engine, and only
 with rollouts that run at least half as many: a larger batch is never faster for the single trajectory, so whoever is
-slower than they are is slow for another reason.
+slower than they are is slow for another reason. A count of n tokens is known to its root at best: who has made too few
+to tell, as with one long trajectory at seconds a token, is not found slow.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -23,6 +25,9 @@ BUSY = 0.2
 """Of the reports, with something in the engine, that a comparison takes."""
 SHARE = 1 / 3
 """Of the median of the others: below it a rollout is slow."""
+CHANCE = 4.0
+"""Standard deviations of the number of tokens that others would have made in its place: less than so many below it is
+chance."""
 MIN_PEERS = 2
 MAX_RESTING = 1 / 3
 """Of all rollouts: more than so many are never found slow at once; then it is the others that are fast."""
@@ -65,23 +70,26 @@ class Window:
         return fmean(self.busy)
 
     @property
-    def rate_each(self) -> float:
-        """Tokens for each second of a trajectory in the engine."""
-        made = self.samples[-1].tokens - self.samples[0].tokens
-        return made / sum((b.at - a.at) * (a.running + b.running) / 2 for a, b in itertools.pairwise(self.samples))
+    def made(self) -> int:
+        return self.samples[-1].tokens - self.samples[0].tokens
+
+    @property
+    def trajectory_s(self) -> float:
+        """Seconds in the engine of all trajectories together."""
+        return sum((b.at - a.at) * (a.running + b.running) / 2 for a, b in itertools.pairwise(self.samples))
 
 
 def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:
     """The slow ones among those that do not rest, slowest first, each with the reason."""
     fleet = len(windows.keys() | resting)
-    awake = [(w.rate_each, id, w.running) for id, w in windows.items() if id not in resting and w.telling]
-    telling = sorted(awake)
+    awake = [(id, w.made, w.trajectory_s, w.running) for id, w in windows.items() if id not in resting and w.telling]
+    telling = sorted((made / spent_s, id, batch, spent_s) for id, made, spent_s, batch in awake)
     if len(telling) <= MIN_PEERS:
         return {}
     # In arrays: each of a thousand rollouts is compared with all others, once a second.
     rates, running = (np.array([each[column] for each in telling]) for column in (0, 2))
     found: dict[str, str] = {}
-    for place, (rate, id, batch) in enumerate(telling):
+    for place, (rate, id, batch, spent_s) in enumerate(telling):
         if rate >= SHARE * rates[-1] or len(resting) + len(found) + 1 > MAX_RESTING * fleet:
             break  # those that follow are faster still
         peers = running >= batch / 2
@@ -90,7 +98,8 @@ def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:
         if count < MIN_PEERS:
             continue
         usual = float(np.median(rates[peers]))
-        if rate < SHARE * usual:
+        expected = usual * spent_s
+        if rate < SHARE * usual and expected - rate * spent_s > CHANCE * math.sqrt(expected):
             found[id] = (
                 f"{rate:.1f} tokens a second for each of {batch:.0f} trajectories over {WINDOW_S:.0f} s; "
                 f"{count} others that run at least half as many make {usual:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -60,6 +61,34 @@ def test_others_that_are_idle_for_want_of_admission_tell_all_the_same() -> None:
     """A slow rollout holds up the groups that the trainer waits for, and so the drawing of all."""
     others = {name: window(10, running=[8, 8, 8, 0, 0, 0, 0, 8, 8, 8, 0, 8]) for name in "abc"}
     assert list(slow(others | {"d": window(1)}, set())) == ["d"]
+
+
+def test_few_tokens_tell_nothing() -> None:
+    """One of equals that makes 3 tokens where others make 12 is no slower, only counted at another moment."""
+    others = {name: window(0.1, running=4) for name in "abc"}
+    assert not slow(others | {"d": window(0.025, running=4)}, set())
+    assert not slow({name: window(0.5, running=1) for name in "abc"} | {"d": window(0, running=1)}, set())
+
+
+def test_one_that_makes_nothing_is_slow_once_the_others_have_made_enough() -> None:
+    others = {name: window(1, running=1) for name in "abc"}
+    assert list(slow(others | {"d": window(0, running=1)}, set())) == ["d"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_engines_are_not_found_slow_by_chance(seed: int) -> None:
+    """A day of windows of six equal ones, that count tokens in grains."""
+    chance = random.Random(seed)
+    for _ in range(500):
+        rate, running = chance.choice([0.05, 0.1, 0.3, 1.0]), chance.choice([1, 2, 4])
+        windows = {}
+        for name in "abcdef":
+            result, tokens = Window(), 0
+            for at in range(31):
+                result.add(float(at), load(tokens, running))
+                tokens += sum(chance.random() < rate for _ in range(running))
+            windows[name] = result
+        assert not slow(windows, set())
 
 
 def test_two_rollouts_tell_nothing_of_each_other() -> None:

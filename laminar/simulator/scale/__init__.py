@@ -12,7 +12,8 @@
 What is the workers' own code here, called as it is: the plan of repack (`workers.repack.plan`), what is to be expected
 of a length (`workers.rollouts.reporting.Lengths`), when a rollout draws, drains, loads or swaps
 (`workers.rollouts.steering.steer`), how much it may draw (`buffer.claims.admitted_groups`, `draw_size`), and which
-groups a step means (`buffer.sampler.select`).
+groups a step means (`buffer.sampler.select`). The plan is asked without the manager's limit on how many rollouts it
+empties (`work`: what is left to draw): where little is, the model moves more than the workers would.
 
 What `flowing.py` models: the engine (a fluid, `engine.py`), time (`costs.py`), and what the protocol takes: a report
 is as new as the plan that reads it, a draw, a finish and a commit take no time, a hand-over takes

@@ -103,6 +103,9 @@ class Load(Record):
     """Seconds of a decode step with one trajectory, as measured; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
     """As measured; 0: unknown."""
+    room: int | None = None
+    """Slots that are free; below 0 so many wait in the inbox for one. What waits for its environment or its reward
+    holds a slot too. None: unknown."""
     acting: int = 0
     """Trajectories that wait for their environment."""
     evaluating: bool = False

@@ -6,9 +6,9 @@
 
 Best-fit consolidation: candidates from the emptiest on, each wholly into the fullest one that still takes it. What the
 plan keeps: no trajectory moves twice; a destination is never also a source; nobody exceeds its KV cache, now or at
-any moment to come as far as growth and ends can be expected, and nobody its batch limit; each move shortens the time
-for which rollouts are held by old versions by more than it costs; no more rollouts are emptied than there is work for;
-equal loads give equal plans.
+any moment to come as far as growth and ends can be expected, and nobody its batch limit or its slots; each move
+shortens the time for which rollouts are held by old versions by more than it costs; no more rollouts are emptied than
+there is work for; equal loads give equal plans.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ MOMENTS = np.array([0.0, *2.0 ** np.arange(-5, 1)])
 """At which a plan looks ahead, in parts of the longest growth that is expected of anyone."""
 SINGLY = 4
 """The fullest that takes a tail is nearly always among the first that are looked at; to look at all is dearer."""
+WAITING_SHARE = 1 / 16
+"""Of its batch limit: so many may wait for a slot of a rollout that draws, which gives it to them first."""
+UNBOUNDED = 1 << 30
+"""Slots, as far as nobody has told of a bound."""
 KNEE = 1.5
 """A decode step of `batch_limit` trajectories takes this many times as long as one of one trajectory."""
 HAND_OVER_S = 0.3
@@ -56,7 +60,8 @@ class Unfinished:
 @dataclass(frozen=True)
 class Draining:
     """A rollout that drains, or, as a target of `evacuate`, any other. `kv_tokens` may exceed the sum of its `tail`;
-    `settled`: nothing keeps it but its tail (no environment that acts, no evaluation), so that it is free without."""
+    `settled`: nothing keeps it but its tail (no environment that acts, no evaluation), so that it is free without.
+    `room`: trajectories that it takes beside its tail, whatever its batch limit."""
 
     id: str
     version: int
@@ -66,6 +71,7 @@ class Draining:
     tail: tuple[Unfinished, ...]
     running: int = 0
     waiting: int = 0
+    room: int = UNBOUNDED
     settled: bool = True
     step_s: float = TYPICAL_STEP_S
     prefill_tokens_per_s: float = TYPICAL_PREFILL
@@ -82,6 +88,7 @@ class Draining:
             tail=tail,
             running=load.running,
             waiting=load.waiting,
+            room=free_slots(load),
             settled=not load.acting and not load.evaluating,
             step_s=load.step_s or TYPICAL_STEP_S,
             prefill_tokens_per_s=load.prefill_tokens_per_s or TYPICAL_PREFILL,
@@ -102,13 +109,27 @@ class Draining:
         longest = max((t.growth for t in self.tail), default=0)
         return self.beside + math.ceil(float(fullest_moment(outlooks(self.tail, longest * MOMENTS).sum(axis=0))))
 
+    @property
+    def slots(self) -> int:
+        """Trajectories that it takes without becoming slow."""
+        return min(self.batch_limit - len(self.tail), self.room)
+
     def is_candidate(self) -> bool:
         """Nothing waits in it, and it is below both limits: the tail of a drain, not its bulk."""
         below = self.used < MAX_KV_SHARE * self.kv_capacity and len(self.tail) < self.batch_limit
         return bool(self.tail) and not self.waiting and below
 
     def taking(self, tail: Sequence[Unfinished]) -> Draining:
-        return replace(self, tail=(*self.tail, *tail), kv_tokens=self.used + sum(t.tokens for t in tail))
+        tokens = self.used + sum(t.tokens for t in tail)
+        return replace(self, tail=(*self.tail, *tail), kv_tokens=tokens, room=self.room - len(tail))
+
+
+def free_slots(load: Load) -> int:
+    """Trajectories that a rollout takes from others. One that drains may be full of what waits for a slow reward, so
+    that what came beyond its room would stand still for as long; one that draws takes some more."""
+    if load.room is None:
+        return UNBOUNDED
+    return load.room if load.draining else load.room + max(1, int(WAITING_SHARE * load.batch_limit))
 
 
 @dataclass(frozen=True)
@@ -219,7 +240,7 @@ def _consolidate(candidates: Sequence[Draining], work: int | None) -> tuple[list
             space.put(target, part, filled)
             targets.add(target)
             result += [Handing(t.trajectory, source.id, order[target].id) for t in part.tail]
-        work = work and work - source.batch_limit
+        work = work and work - min(source.batch_limit, source.room + len(source.tail))
     return result, work
 
 
@@ -230,7 +251,7 @@ class _Space:
         self.rollouts = list(rollouts)
         self.used = np.array([r.used for r in rollouts], dtype=np.int64)
         self.room = np.array([MAX_KV_SHARE * r.kv_capacity - r.beside for r in rollouts])
-        self.slots = np.array([r.batch_limit - len(r.tail) for r in rollouts], dtype=np.int64)
+        self.slots = np.array([r.slots for r in rollouts], dtype=np.int64)
         everyone = [t for r in rollouts for t in r.tail]
         self.moments = max(t.growth for t in everyone) * MOMENTS
         firsts = np.cumsum([0, *(len(r.tail) for r in rollouts[:-1])])
@@ -317,13 +338,15 @@ def _by_groups(source: Draining, place: int, space: _Space) -> Parts:
 
 
 def evacuate(source: Draining, others: Sequence[Draining]) -> list[Handing]:
-    """All that `source` has goes to the others of its version, evenly by number, as far as their KV caches take it:
-    they queue what is beyond their batch."""
+    """All that `source` has goes to the others of its version, evenly by number, as far as their slots and KV
+    caches take it: beyond their batch limit they become slower, as it is here."""
     now = {r.id: r for r in others if r.id != source.id and r.version == source.version}
     owned = {r.id: max(r.running, len(r.tail)) for r in now.values()}
     result: list[Handing] = []
     for t in source.tail:
-        fitting = [r for r in now.values() if r.taking([t]).expected <= MAX_KV_SHARE * r.kv_capacity]
+        fitting = [
+            r for r in now.values() if r.room > 0 and r.taking([t]).expected <= MAX_KV_SHARE * r.kv_capacity
+        ]  # fmt: skip
         if not fitting:
             continue
         target = min(fitting, key=lambda r: (owned[r.id], r.id))

@@ -151,6 +151,11 @@ class Rollout:
                 result.append(held)
         return result
 
+    def room(self) -> int:
+        """Slots that neither what lives here nor what waits in the inbox takes; below 0 if more waits than fits."""
+        taken = {trajectory.name for trajectory in self.live.values()}
+        return self.capacity - len(taken.union(key.rsplit("/", 1)[-1] for key in self.inbox.items))
+
     def view(self, waiting: list[Held]) -> View:
         """What steering decides by; `waiting` is what came to the inbox, in the order of drawing."""
         published = self.published()

@@ -20,6 +20,7 @@ from laminar.workers.repack import (
     Handing,
     Unfinished,
     evacuate,
+    free_slots,
     fullest_moment,
     held_s,
     outlooks,
@@ -75,7 +76,8 @@ def clusters(draw: st.DrawFn) -> list[Draining]:
             Draining(
                 id=f"r{i}", version=source.randint(5, 7), kv_tokens=used + source.choice((0, 0, 100)),
                 kv_capacity=source.choice((500, 3000, 20_000)), batch_limit=source.randint(1, 12), tail=tail,
-                waiting=source.choice((0, 0, 0, 1)), settled=source.random() < 0.9,
+                waiting=source.choice((0, 0, 0, 1)), room=source.choice((-1, 0, 2, 5, 100)),
+                settled=source.random() < 0.9,
                 step_s=source.choice((0.0, 0.02, 1)), prefill_tokens_per_s=source.choice((50.0, 4000.0)),
             )
         )  # fmt: skip
@@ -98,7 +100,7 @@ def test_a_plan_keeps_its_promises(rollouts: list[Draining]) -> None:
     assert all(before[h.source].version == before[h.target].version for h in handings)
     for target in targets:
         r = now[target]
-        assert len(r.tail) <= r.batch_limit and r.used <= MAX_KV_SHARE * r.kv_capacity
+        assert len(r.tail) <= r.batch_limit and r.room >= 0 and r.used <= MAX_KV_SHARE * r.kv_capacity
 
 
 @settings(max_examples=300, deadline=None)
@@ -133,7 +135,7 @@ def test_an_evacuation_loses_nothing_and_overfills_nobody(rollouts: list[Drainin
         assert len({h.trajectory for h in handings}) == len(handings) <= len(rollout.tail)
         for target in {h.target for h in handings}:
             assert target != rollout.id and now[target].version == rollout.version
-            assert now[target].expected <= MAX_KV_SHARE * now[target].kv_capacity
+            assert now[target].expected <= MAX_KV_SHARE * now[target].kv_capacity and now[target].room >= 0
 
 
 # -- small cases ------------------------------------------------------------------------------------------------
@@ -189,6 +191,30 @@ def test_the_moments_that_are_looked_at_miss_little(rollouts: list[Draining]) ->
         moments = np.linspace(0, 2 * max(t.growth for t in r.tail), 400)
         fullest = r.beside + fullest_moment(outlooks(r.tail, moments).sum(axis=0))
         assert fullest <= 13 / 12 * MAX_KV_SHARE * r.kv_capacity
+
+
+def test_a_slot_that_waits_for_a_reward_is_none() -> None:
+    a, b = draining("a", 100, 100), draining("b", 900)
+    assert pairs(plan([a, replace(b, room=2)])) == {("a", "b")}
+    assert plan([a, replace(b, room=1, settled=False)]) == []
+    assert evacuate(a, [replace(b, room=0)]) == []
+    assert len(evacuate(a, [replace(b, room=1)])) == 1
+
+
+def test_work_is_counted_by_the_slots_that_an_emptied_rollout_has_for_it() -> None:
+    tails = [draining(id, 100, first_group=10 * i) for i, id in enumerate("abc")]
+    assert pairs(plan(tails, work=3)) == {("a", "b")}
+    assert pairs(plan([replace(tails[0], room=1), *tails[1:]], work=3)) == {("a", "b"), ("c", "b")}
+
+
+def test_a_rollout_that_draws_takes_a_few_beyond_its_room_and_one_that_drains_none() -> None:
+    load = Load(
+        version=3, running=2, waiting=0, kv_tokens=7, kv_capacity=5000, decode_tokens_per_s=10.0, draining=True,
+        batch_limit=64, room=0,
+    )  # fmt: skip
+    assert free_slots(load) == 0 and free_slots(load.model_copy(update={"draining": False})) == 4
+    assert free_slots(load.model_copy(update={"draining": False, "room": -4})) == 0, "those wait already"
+    assert free_slots(load.model_copy(update={"room": None})) > 1000
 
 
 def test_a_tail_that_nobody_takes_whole_is_spread_by_groups() -> None:

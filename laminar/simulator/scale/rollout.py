@@ -59,6 +59,7 @@ class Rollout:
             tail=tail,
             running=len(engine.running),
             waiting=len(engine.waiting),
+            room=self.room,
             settled=not self.acting,
             step_s=costs.decode.step_s(1, self.job.context) if growing else BLIND_STEP_S,
             prefill_tokens_per_s=costs.prefill_tokens_per_s,

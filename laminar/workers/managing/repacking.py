@@ -133,7 +133,11 @@ class Repacker:
             max_staleness=config.trainer.max_staleness,
         )
         drawing = [load for load in loads.values() if load.version == self._published and not load.draining]
-        room = sum(max(0, load.batch_limit - load.running - load.waiting) for load in drawing)
+        free = [load.batch_limit if load.room is None else load.room for load in drawing]
+        room = sum(
+            max(0, min(load.batch_limit - load.running - load.waiting, slots))
+            for load, slots in zip(drawing, free, strict=True)
+        )  # fmt: skip
         return groups * config.sampling.samples_per_prompt - room
 
     async def _plan(self, now: float, loads: dict[str, Load]) -> None:

@@ -49,7 +49,8 @@ class Loader:
         await r.reporter.write()
         arrived = (await r.run_info.coordination.range(r.run_info.keys.inbox(r.member.id))).items
         seen = all(kv.key in r.inbox.items for kv in arrived)
-        if seen and not r.view(await r.waiting()).adoptable:
+        view = r.view(await r.waiting())
+        if seen and not view.owing and not view.adoptable:
             return True
         r.switching = False
         log.info("%d trajectories came before version %d was given up", len(arrived), r.engine.version)

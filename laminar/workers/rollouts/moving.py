@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from laminar.buffer import claims
@@ -23,7 +24,7 @@ from laminar.buffer.coordination import Delete, KeyValue, Transaction, created_a
 from laminar.buffer.records import Load, Moves
 from laminar.errors import CoordinationUnavailable
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.repack import MAX_KV_SHARE
+from laminar.workers.repack import MAX_KV_SHARE, free_slots
 from laminar.workers.rollouts.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -37,6 +38,24 @@ TRIES = 3
 """Hand-overs that fail because the target has just reported its load are tried again so often."""
 LOOK_S = 30.0
 """How often it is looked whether new owners have read what was handed to them."""
+
+
+@dataclass
+class Given:
+    """What a plan has handed to one target: `tokens` in all, and `trajectories` since the target's report of
+    `revision`, which knows of those before."""
+
+    tokens: int = 0
+    trajectories: int = 0
+    revision: int = 0
+
+    def reported(self, revision: int) -> None:
+        if revision != self.revision:
+            self.revision, self.trajectories = revision, 0
+
+    def add(self, t: Trajectory) -> None:
+        self.tokens += len(t.prompt_ids) + len(t.token_ids)
+        self.trajectories += 1
 
 
 class Mover:
@@ -126,27 +145,28 @@ class Mover:
         self, standing: list[Trajectory], targets: dict[str, str], kv: KeyValue, moves: Moves, until: float
     ) -> int:
         r = self.rollout
-        given: Counter[str] = Counter()
+        given: defaultdict[str, Given] = defaultdict(Given)
         moved = 0
         for t in standing:
             if r.stopping or r.clock.monotonic() >= until:
                 break
             target = targets[t.name]
-            if await self._hand_over(t, target, moves.targets[target], kv, given):
+            if await self._hand_over(t, target, moves.targets[target], kv, given[target]):
                 moved += 1
-                given[target] += len(t.prompt_ids) + len(t.token_ids)
+                given[target].add(t)
         self.moved_out += moved
         return moved
 
-    async def _hand_over(
-        self, t: Trajectory, target: str, create_revision: int, plan: KeyValue, given: Counter[str]
-    ) -> bool:
+    async def _hand_over(self, t: Trajectory, target: str, create_revision: int, plan: KeyValue, given: Given) -> bool:
         """Whether it is another's now: the target's, or, as it turned out, already somebody's."""
         r, keys = self.rollout, self.rollout.run_info.keys
         alive = created_at(keys.worker("rollout", target), create_revision)
         for _ in range(TRIES):
             report = await r.run_info.coordination.get(keys.load("rollout", target))
-            if report is None or not self._takes(Load.parse(report.value), t, given[target]):
+            if report is None:
+                return False
+            given.reported(report.mod_revision)
+            if not self._takes(Load.parse(report.value), t, given):
                 return False
             claim = claims.reassigned(t.held.claim, target, "move")
             if await r.ledger.hand_over(t.held, claim, alive, unchanged(report), unchanged(plan)):
@@ -159,10 +179,10 @@ class Mover:
             t.held = held
         return False
 
-    def _takes(self, load: Load, t: Trajectory, given: int) -> bool:
+    def _takes(self, load: Load, t: Trajectory, given: Given) -> bool:
         """The fit, checked again: the plan was made from an older report."""
-        tokens = len(t.prompt_ids) + len(t.token_ids) + given
-        fits = load.kv_tokens + tokens <= MAX_KV_SHARE * load.kv_capacity
+        tokens = len(t.prompt_ids) + len(t.token_ids) + given.tokens
+        fits = load.kv_tokens + tokens <= MAX_KV_SHARE * load.kv_capacity and given.trajectories < free_slots(load)
         return fits and load.version == t.version and not load.switching
 
     async def _delete(self, kv: KeyValue) -> None:

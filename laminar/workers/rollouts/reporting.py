@@ -18,7 +18,9 @@ POLL_S = 0.25
 AT_MOST_EACH_S = 1.0
 AT_LEAST_EACH_S = 5.0
 CHANGE = 0.1
-FIGURES = ("running", "waiting", "kv_tokens", "decode_tokens_per_s", "batch_limit", "acting", "finished", "moved_in")
+FIGURES = (
+    "running", "waiting", "kv_tokens", "decode_tokens_per_s", "batch_limit", "room", "acting", "finished", "moved_in",
+)  # fmt: skip
 RATE_S = 10
 """The decode rate is a mean over as many seconds: single seconds swing between a drain and a burst."""
 MOST_NAMED = 256
@@ -107,6 +109,7 @@ class Reporter:
             batch_limit=limit,
             step_s=round(load.step_s, 6),
             prefill_tokens_per_s=round(load.prefill_tokens_per_s, 1),
+            room=r.room(),
             acting=sum(t.turn_state == "acting" or not t.prompt_ids for t in r.live.values()),
             evaluating=r.evaluator.running,
             switching=r.switching or r.stopping,
@@ -152,6 +155,5 @@ def changed(before: Load, after: Load) -> bool:
     """Whether some figure changed by more than a tenth, or the tail by a member."""
     if before.tail.keys() != after.tail.keys():
         return True
-    return any(
-        abs(getattr(after, name) - getattr(before, name)) > CHANGE * abs(getattr(before, name)) for name in FIGURES
-    )
+    figures = ((getattr(before, name) or 0, getattr(after, name) or 0) for name in FIGURES)
+    return any(abs(now - then) > CHANGE * abs(then) for then, now in figures)

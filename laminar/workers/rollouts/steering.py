@@ -1,7 +1,8 @@
 """What a rollout does next: a pure decision over what it sees.
 
 A rollout draws while it holds the newest version. Once a newer one is published, or work of another version waits
-for it, it stops drawing, drains, and loads that version when it is empty: `update = "drain"`.
+for it, it stops drawing, drains, and loads that version when it is empty: `update = "drain"`. It never leaves a version
+while work of it waits for room: full of trajectories whose rewards are slow, it would leave and come back for minutes.
 
 With `update = "interrupt"` it swaps the weights under what runs, and takes over work of any version under its own. To
 evaluate another version it drains all the same.
@@ -51,7 +52,10 @@ class View:
 
     @property
     def wanted(self) -> int:
-        """The version to hold next: that of waiting work first, so that nothing waits behind new draws."""
+        """The version to hold next: that of waiting work first, so that nothing waits behind new draws, and the loaded
+        one as long as any waits for that."""
+        if self.owing:
+            return self.loaded
         inbox = () if self.interrupt else self.inbox
         foreign = [v for v in (*inbox, *self.evaluations) if v != self.loaded]
         return foreign[0] if foreign else max(self.newest, self.loaded)
@@ -61,11 +65,17 @@ class View:
         return self.stopping or self.resting or (self.loaded >= 0 and self.wanted != self.loaded)
 
     @property
+    def owing(self) -> bool:
+        """Whether something in the inbox can go on under no other version than the loaded one, now or once there is
+        room."""
+        return not self.interrupt and self.loaded >= 0 and self.loaded in self.inbox
+
+    @property
     def adoptable(self) -> bool:
-        """Whether something in the inbox can go on under the loaded version."""
+        """Whether something in the inbox can go on now."""
         if self.loaded < 0 or self.room <= 0:
             return False
-        return self.loaded in self.inbox or (self.interrupt and bool(self.inbox))
+        return self.owing or (self.interrupt and bool(self.inbox))
 
 
 def steer(view: View) -> Action:

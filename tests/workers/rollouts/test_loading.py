@@ -50,7 +50,7 @@ class Stage:
         self.engine = Engine()
         self.given_up: list[int] = []
         self.reports = 0
-
+        self.room = 4
         self.meanwhile: Callable[[], Awaitable[Any]] | None = None
         """What happens while weights are looked for."""
 
@@ -71,7 +71,7 @@ class Stage:
 
         def view(waiting: list[claims.Held]) -> View:
             inbox = tuple(h.claim.version for h in waiting)
-            return View(newest=5, loaded=self.engine.version, running=0, room=4, inbox=inbox)
+            return View(newest=5, loaded=self.engine.version, running=0, room=self.room, inbox=inbox)
 
         monkeypatch.setattr(loading, "find_weights", find)
         self.rollout = SimpleNamespace(
@@ -151,9 +151,14 @@ async def test_weights_that_do_not_load_are_tried_again_and_then_given_up(monkey
             await s.loader.load(5)
 
 
-async def test_what_comes_to_the_inbox_before_the_notice_keeps_the_old_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would find its version gone, and the rollout drain at once again to load it back."""
+@pytest.mark.parametrize("room", [4, 0])
+async def test_what_comes_to_the_inbox_before_the_notice_keeps_the_old_version(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Else it would find its version gone, and the rollout drain at once again to load it back; also where all slots
+    are held by what waits for a reward."""
     s = await stage(monkeypatch)
+    s.room = room
     s.available = {3, 5}
     assert await s.loader.load(3) and s.reports == 0
     await orphan_of(s, version=3)

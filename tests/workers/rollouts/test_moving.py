@@ -151,6 +151,11 @@ async def is_full(stage: Stage) -> None:
     await stage.report(kv_tokens=950)
 
 
+async def has_no_slot(stage: Stage) -> None:
+    """All are held by trajectories that wait for their rewards: its engine is empty."""
+    await stage.report(room=0, running=0, kv_tokens=0)
+
+
 async def dies(stage: Stage) -> None:
     kill(stage.target)
 
@@ -166,7 +171,8 @@ async def plan_is_deleted(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [switches, holds_another_version, is_full, dies, dies_and_its_report_stays, plan_is_deleted]
+    "event",
+    [switches, holds_another_version, is_full, has_no_slot, dies, dies_and_its_report_stays, plan_is_deleted],
 )
 async def test_what_is_refused_goes_on_where_it_runs(
     stage: Stage, event: Callable[[Stage], Awaitable[object]]
@@ -193,6 +199,30 @@ async def test_what_fits_is_handed_over_and_the_rest_goes_on(stage: Stage) -> No
     await stage.run()
     assert sorted(c.owner for c in (await stage.claims()).values()) == ["r-dst", "r-src"]
     assert len(stage.restarted) == len(stage.live) == 1
+
+
+async def test_no_more_are_handed_over_than_there_are_slots(stage: Stage) -> None:
+    await stage.report(room=1)
+    await stage.plan()
+    await stage.run()
+    assert sorted(c.owner for c in (await stage.claims()).values()) == ["r-dst", "r-src"]
+    assert len(stage.restarted) == len(stage.live) == 1
+
+
+async def test_a_new_report_knows_of_what_was_handed_over_before(stage: Stage) -> None:
+    """It counts its inbox, so that a slot is not taken off twice."""
+    await stage.report(room=2)
+    real = stage.source.ledger.hand_over
+
+    async def hand_over(*args: Any) -> bool:
+        done = await real(*args)
+        await stage.report(room=1)
+        return done
+
+    stage.source.ledger.hand_over = hand_over  # type: ignore[method-assign]
+    await stage.plan()
+    await stage.run()
+    assert {c.owner for c in (await stage.claims()).values()} == {"r-dst"}
 
 
 async def test_a_target_that_reports_meanwhile_is_asked_again(stage: Stage) -> None:

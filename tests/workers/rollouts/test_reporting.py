@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Load
+from laminar.workers.rollout import Rollout
 from laminar.workers.rollouts.reporting import MOST_NAMED, REMEMBERED, Lengths, Reporter, changed, flipped
 
 
@@ -55,8 +57,20 @@ def test_a_change_by_more_than_a_tenth_is_worth_a_report() -> None:
     assert not changed(LOAD, LOAD.model_copy(update={"kv_tokens": 1100, "running": 11}))
     assert changed(LOAD, LOAD.model_copy(update={"kv_tokens": 1101}))
     assert changed(LOAD, LOAD.model_copy(update={"waiting": 1}))
+    full = LOAD.model_copy(update={"room": 0})
+    assert changed(full, LOAD.model_copy(update={"room": 1})) and changed(full, LOAD.model_copy(update={"room": -1}))
     assert changed(LOAD, LOAD.model_copy(update={"tail": {}}))
     assert not changed(LOAD, LOAD.model_copy(update={"tail": {"000000000001-000": (105, 45)}}))
+
+
+def test_what_waits_in_the_inbox_takes_a_slot_like_what_lives_here() -> None:
+    """One that was just taken over stands in both for a moment."""
+    live = {(0, n): SimpleNamespace(name=trajectory_name(0, n)) for n in range(3)}
+    inbox = SimpleNamespace(items={f"run/inbox/r-a/{trajectory_name(0, n)}": None for n in (2, 3)})
+    rollout: Any = SimpleNamespace(capacity=8, live=live, inbox=inbox)
+    assert Rollout.room(rollout) == 4
+    rollout.capacity = 3
+    assert Rollout.room(rollout) == -1
 
 
 def reporter(trajectories: int, *, resting: bool = False) -> Reporter:

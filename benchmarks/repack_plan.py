@@ -6,8 +6,9 @@
 All rollouts drain one version, with up to `--tail` unfinished trajectories each and room for `--limit`. CPU
 milliseconds, medians of `--rounds`: reading all reports as they stand in etcd (each is read once, when it changes),
 the plan, comparing all rollouts to find slow ones (each second); and their sum over an interval of five seconds in
-which every rollout reports each second. `full`: the plan where no rollout has room for another's tail, so that each is
-tried in vain.
+which every rollout reports each second. `full`: the plan where no rollout has a slot for another's tail, `tight`: where
+its KV cache has no room for it, so that each is tried in vain. `empty`: a rollout that rests, with `--resting`
+unfinished trajectories, is emptied into all others, and `vain`: into caches as tight.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Load
 from laminar.workers.managing.slowness import WINDOW_S, Window, slow
-from laminar.workers.repack import Draining, plan
+from laminar.workers.repack import Draining, Unfinished, evacuate, plan
 
 INTERVAL_S = 5
 
@@ -39,6 +41,12 @@ def reports(rollouts: int, tail: int, limit: int) -> dict[str, str]:
         )  # fmt: skip
         result[f"rollout-host{n}-1-abcdef"] = load.dump()
     return result
+
+
+def resting(trajectories: int) -> Draining:
+    """One of the same version that has so many."""
+    tail = tuple(Unfinished(trajectory_name(10**6 + i // 8, i % 8), 500 + 20 * i, 2000) for i in range(trajectories))
+    return Draining("slow", 7, sum(t.tokens for t in tail), 10**8, len(tail), tail)
 
 
 def cpu_ms(work: Callable[[], object], rounds: int) -> float:
@@ -66,23 +74,29 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, nargs="*", default=[100, 1000])
     parser.add_argument("--tail", type=int, default=20)
     parser.add_argument("--limit", type=int, default=64)
+    parser.add_argument("--resting", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=20)
     asked = parser.parse_args()
-    print("rollouts   read   plan   full   slow   an interval   emptied   CPU ms")
+    print("rollouts   read   plan   full  tight  empty   vain   slow   an interval   emptied   CPU ms")
+    slowest = resting(asked.resting)
     for rollouts in asked.rollouts:
         values = reports(rollouts, asked.tail, asked.limit)
         loads = {worker: Load.parse(value) for worker, value in values.items()}
         draining = [Draining.of(worker, load) for worker, load in loads.items()]
-        crowded = {w: load.model_copy(update={"batch_limit": 1 + load.running}) for w, load in loads.items()}
-        full = [Draining.of(worker, load) for worker, load in crowded.items()]
+        full = [replace(r, batch_limit=1 + len(r.tail)) for r in draining]
+        tight = [replace(r, kv_capacity=int(1.2 * r.used) + 10) for r in draining]
         seen = windows(loads)
-        read = cpu_ms(lambda values=values: [Draining.of(w, Load.parse(v)) for w, v in values.items()], asked.rounds)
-        made = cpu_ms(lambda draining=draining: plan(draining), asked.rounds)
-        vain = cpu_ms(lambda full=full: plan(full), asked.rounds)
-        found = cpu_ms(lambda seen=seen: slow(seen, set()), asked.rounds)
+        works: list[Callable[[], object]] = [
+            lambda values=values: [Draining.of(w, Load.parse(v)) for w, v in values.items()],
+            *(lambda some=some: plan(some) for some in (draining, full, tight)),
+            *(lambda some=some: evacuate([slowest], some) for some in (draining, tight)),
+            lambda seen=seen: slow(seen, set()),
+        ]
+        costs = [cpu_ms(work, asked.rounds) for work in works]
         emptied = len({h.source for h in plan(draining)})
-        interval = INTERVAL_S * (read + found) + made
-        print(f"{rollouts:8} {read:6.1f} {made:6.1f} {vain:6.1f} {found:6.1f} {interval:13.0f} {emptied:9}")
+        interval = INTERVAL_S * (costs[0] + costs[-1]) + costs[1]
+        columns = " ".join(f"{cost:6.1f}" for cost in costs)
+        print(f"{rollouts:8} {columns} {interval:13.0f} {emptied:9}")
 
 
 if __name__ == "__main__":

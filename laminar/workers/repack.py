@@ -13,25 +13,16 @@ there is work for; equal loads give equal plans.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from laminar.buffer.keys import parse_trajectory
 from laminar.buffer.records import Load
+from laminar.workers.kv_space import MAX_KV_SHARE, Part, Space, State, outlooks
 
-MAX_KV_SHARE = 0.99
-"""Of a KV cache that a plan fills, growth included (the paper's C_max)."""
-DEVIATIONS = 1.0
-"""Of the tokens at a moment to come, in standard deviations above what is expected, that a plan leaves room for."""
-MOMENTS = np.array([0.0, *2.0 ** np.arange(-5, 1)])
-"""At which a plan looks ahead, in parts of the longest growth that is expected of anyone."""
-SINGLY = 4
-"""The fullest that takes a tail is nearly always among the first that are looked at; to look at all is dearer."""
 WAITING_SHARE = 1 / 16
 """Of its batch limit: so many may wait for a slot of a rollout that draws, which gives it to them first."""
 UNBOUNDED = 1 << 30
@@ -103,12 +94,6 @@ class Draining:
         """Tokens in its KV cache that are not of its tail."""
         return self.used - sum(t.tokens for t in self.tail)
 
-    @cached_property
-    def expected(self) -> int:
-        """Tokens in its KV cache at the fullest moment to come, as far as can be expected."""
-        longest = max((t.growth for t in self.tail), default=0)
-        return self.beside + math.ceil(float(fullest_moment(outlooks(self.tail, longest * MOMENTS).sum(axis=0))))
-
     @property
     def slots(self) -> int:
         """Trajectories that it takes without becoming slow."""
@@ -141,28 +126,6 @@ class Handing:
     target: str
 
 
-# -- the KV cache in the time to come -----------------------------------------------------------------------------
-
-
-def outlooks(tail: Sequence[Unfinished], moments: np.ndarray) -> np.ndarray:
-    """What each of `tail` will hold of a KV cache, once so many more tokens are written of each as `moments` says (K).
-
-    Returns float64 (len(tail), 2, K): the expected tokens and their variance; for several, their sums. One of which
-    `growth` more tokens are expected is still there after t of them with probability exp(-t / growth), has t more
-    then, and holds nothing once it has ended: while the long ones grow the short ones go, and a cache never holds the
-    ends of all."""
-    known = np.array([(t.tokens, t.growth) for t in tail], dtype=np.float64).reshape(-1, 2)
-    held, alive = known[:, :1] + moments, np.exp(-moments / np.maximum(known[:, 1:], 1e-9))
-    expected = alive * held
-    return np.stack([expected, expected * (held - expected)], axis=1)
-
-
-def fullest_moment(outlook: np.ndarray) -> np.ndarray:
-    """Tokens to leave room for: (..., 2, K) to (...)."""
-    tokens: np.ndarray = outlook[..., 0, :] + DEVIATIONS * np.sqrt(outlook[..., 1, :])
-    return np.asarray(tokens.max(axis=-1))
-
-
 # -- the cost model ---------------------------------------------------------------------------------------------
 
 
@@ -193,13 +156,6 @@ def gain_s(source: Draining, destinations: Iterable[tuple[Draining, Draining]]) 
 # -- the plan ---------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """Of a source's tail, and what it will hold of a KV cache: (2, K)."""
-
-    tail: tuple[Unfinished, ...]
-    outlook: np.ndarray
-
-
 Parts = list[tuple[int, Part]]
 """Places of destinations, and what goes to each."""
 
@@ -222,7 +178,7 @@ def plan(rollouts: Iterable[Draining], work: int | None = None) -> list[Handing]
 def _consolidate(candidates: Sequence[Draining], work: int | None) -> tuple[list[Handing], int | None]:
     """The candidates of one version, from the emptiest on; and the work that is left."""
     order = sorted(candidates, key=lambda r: (r.used, r.id))
-    space = _Space(order)
+    space = Space(order, [r.slots for r in order])
     targets: set[int] = set()
     result: list[Handing] = []
     for place, source in enumerate(order):
@@ -244,113 +200,79 @@ def _consolidate(candidates: Sequence[Draining], work: int | None) -> tuple[list
     return result, work
 
 
-class _Space:
-    """What each destination still takes, in arrays: a plan for 1,000 rollouts looks at a million pairs."""
-
-    def __init__(self, rollouts: Sequence[Draining]) -> None:
-        self.rollouts = list(rollouts)
-        self.used = np.array([r.used for r in rollouts], dtype=np.int64)
-        self.room = np.array([MAX_KV_SHARE * r.kv_capacity - r.beside for r in rollouts])
-        self.slots = np.array([r.slots for r in rollouts], dtype=np.int64)
-        everyone = [t for r in rollouts for t in r.tail]
-        self.moments = max(t.growth for t in everyone) * MOMENTS
-        firsts = np.cumsum([0, *(len(r.tail) for r in rollouts[:-1])])
-        self.outlooks = np.add.reduceat(outlooks(everyone, self.moments), firsts, axis=0)
-
-    def outlook(self, tail: Sequence[Unfinished]) -> np.ndarray:
-        return np.asarray(outlooks(tail, self.moments).sum(axis=0))
-
-    def without(self, place: int) -> _Space:
-        """A copy to try with, in which nothing goes to `place`."""
-        copy = object.__new__(_Space)
-        copy.rollouts, copy.moments, copy.room = list(self.rollouts), self.moments, self.room
-        copy.used, copy.slots, copy.outlooks = self.used.copy(), self.slots.copy(), self.outlooks.copy()
-        copy.remove(place)
-        return copy
-
-    def remove(self, place: int) -> None:
-        self.slots[place] = -1
-
-    def put(self, place: int, part: Part, filled: Draining) -> None:
-        """`filled`: what is at `place` with it."""
-        self.rollouts[place] = filled
-        self.used[place] = filled.used
-        self.outlooks[place] += part.outlook
-        self.slots[place] -= len(part.tail)
-
-    def fullest(self, part: Part, but: int | None = None) -> int | None:
-        """The fullest place, other than `but`, that takes all of it; among equals one with samples of its groups, then
-        the first."""
-        filled = np.where(self.slots >= len(part.tail), self.used, -1)
-        if but is not None:
-            filled[but] = -1
-        for _ in range(SINGLY):
-            most = filled.max()
-            if most < 0:
-                return None
-            equals = np.flatnonzero(filled == most)
-            if len(fitting := self._fitting(equals, part)):
-                return self._nearest(fitting, part)
-            filled[equals] = -1
-        fitting = self._fitting(np.flatnonzero(filled >= 0), part)
-        if not len(fitting):
-            return None
-        return self._nearest(fitting[filled[fitting] == filled[fitting].max()], part)
-
-    def _fitting(self, places: np.ndarray, part: Part) -> np.ndarray:
-        return np.asarray(places[fullest_moment(self.outlooks[places] + part.outlook) <= self.room[places]])
-
-    def _nearest(self, places: np.ndarray, part: Part) -> int:
-        if len(places) == 1:
-            return int(places[0])
-        groups = {t.group for t in part.tail}
-        return int(max(places, key=lambda i: (sum(t.group in groups for t in self.rollouts[i].tail), -i)))
-
-
-def _whole(source: Draining, place: int, space: _Space) -> Parts:
-    part = Part(source.tail, space.outlooks[place])
-    target = space.fullest(part, but=place)
+def _whole(source: Draining, place: int, space: Space) -> Parts:
+    part = space.whole(place)
+    target = _fullest(space, part, place)
     return [] if target is None else [(target, part)]
 
 
-def _by_groups(source: Draining, place: int, space: _Space) -> Parts:
+def _by_groups(source: Draining, place: int, space: Space) -> Parts:
     """Spread over several destinations, the largest group first; nothing if a group stays over: a source that is not
     emptied gains nothing. Samples of a group stay together, for they share their prompt's KV cache."""
-    groups: dict[int, tuple[Unfinished, ...]] = {}
-    for t in source.tail:
-        groups[t.group] = (*groups.get(t.group, ()), t)
-    parts: dict[int, Part] = {}
+    groups: dict[int, list[int]] = {}
+    for i, t in enumerate(source.tail):
+        groups.setdefault(t.group, []).append(i)
     if len(groups) == 1:
         return []
-    free = space.without(place)
-    for _, tail in sorted(groups.items(), key=lambda item: (-sum(t.tokens for t in item[1]), item[0])):
-        part = Part(tail, space.outlook(tail))
-        target = free.fullest(part)
+    parts: dict[int, Part] = {}
+    before: dict[int, State] = {}
+    for _, members in sorted(groups.items(), key=lambda item: (-sum(source.tail[i].tokens for i in item[1]), item[0])):
+        part = space.part(place, members)
+        target = _fullest(space, part, place)
         if target is None:
-            return []
-        free.put(target, part, free.rollouts[target].taking(tail))
+            parts = {}
+            break
+        if target not in before:
+            before[target] = space.state(target)
+        space.put(target, part, space.rollouts[target].taking(part.tail))
         known = parts.get(target)
-        parts[target] = Part((*known.tail, *tail), known.outlook + part.outlook) if known else part
+        parts[target] = Part((*known.tail, *part.tail), known.outlook + part.outlook) if known else part
+    for target, state in before.items():
+        space.restore(target, state)
     return sorted(parts.items(), key=lambda item: item[0])
 
 
-# -- a rollout that rests ---------------------------------------------------------------------------------------
+def _fullest(space: Space, part: Part, source: int) -> int | None:
+    """The fullest place that takes all of it; among equals one with samples of its groups, then the first."""
+    places = space.best(part, space.used, but=source)
+    if len(places) <= 1:
+        return int(places[0]) if len(places) else None
+    groups = {t.group for t in part.tail}
+    return int(max(places, key=lambda i: (sum(t.group in groups for t in space.rollouts[i].tail), -i)))
 
 
-def evacuate(source: Draining, others: Sequence[Draining]) -> list[Handing]:
-    """All that `source` has goes to the others of its version, evenly by number, as far as their slots and KV
+# -- rollouts that rest -----------------------------------------------------------------------------------------
+
+
+def evacuate(sources: Sequence[Draining], others: Iterable[Draining]) -> list[Handing]:
+    """All that `sources` have goes to the others of their versions, evenly by number, as far as their slots and KV
     caches take it: beyond their batch limit they become slower, as it is here."""
-    now = {r.id: r for r in others if r.id != source.id and r.version == source.version}
-    owned = {r.id: max(r.running, len(r.tail)) for r in now.values()}
+    leaving = {s.id for s in sources}
+    by_version: dict[int, list[Draining]] = {}
+    for r in sorted(others, key=lambda r: r.id):
+        if r.id not in leaving:
+            by_version.setdefault(r.version, []).append(r)
     result: list[Handing] = []
-    for t in source.tail:
-        fitting = [
-            r for r in now.values() if r.room > 0 and r.taking([t]).expected <= MAX_KV_SHARE * r.kv_capacity
-        ]  # fmt: skip
-        if not fitting:
-            continue
-        target = min(fitting, key=lambda r: (owned[r.id], r.id))
-        owned[target.id] += 1
-        now[target.id] = target.taking([t])
-        result.append(Handing(t.trajectory, source.id, target.id))
+    for version, targets in sorted(by_version.items()):
+        result += _spread([s for s in sources if s.version == version and s.tail], targets)
+    return result
+
+
+def _spread(sources: Sequence[Draining], targets: Sequence[Draining]) -> list[Handing]:
+    """Of one version; the targets in the order in which equals are taken."""
+    tail = [t for s in sources for t in s.tail]
+    if not tail:
+        return []
+    space = Space(targets, [r.room for r in targets], also=tail)
+    order = np.arange(len(targets))
+    owned = np.array([max(r.running, len(r.tail)) for r in targets])
+    rank = len(targets) * (owned.max() - owned + len(tail) + 1) - order
+    result: list[Handing] = []
+    places = ((source, t) for source in sources for t in source.tail)
+    for (source, t), outlook in zip(places, outlooks(tail, space.moments), strict=True):
+        part = Part((t,), outlook)
+        for target in map(int, space.best(part, rank)):
+            space.put(target, part, space.rollouts[target])
+            rank[target] -= len(targets)
+            result.append(Handing(t.trajectory, source.id, targets[target].id))
     return result

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Load
+from laminar.workers import kv_space, repack
+from laminar.workers.kv_space import MAX_KV_SHARE, MOMENTS, outlooks, tokens_at
 from laminar.workers.repack import (
     HAND_OVER_S,
-    MAX_KV_SHARE,
-    MOMENTS,
     Draining,
     Handing,
     Unfinished,
     evacuate,
     free_slots,
-    fullest_moment,
     held_s,
-    outlooks,
     plan,
     refill_s,
 )
@@ -130,12 +130,12 @@ def test_equal_loads_give_equal_plans_in_whatever_order_they_come(
 @given(clusters())
 def test_an_evacuation_loses_nothing_and_overfills_nobody(rollouts: list[Draining]) -> None:
     for rollout in rollouts:
-        handings = evacuate(rollout, rollouts)
+        handings = evacuate([rollout], rollouts)
         now = after(rollouts, handings)
         assert len({h.trajectory for h in handings}) == len(handings) <= len(rollout.tail)
         for target in {h.target for h in handings}:
             assert target != rollout.id and now[target].version == rollout.version
-            assert now[target].expected <= MAX_KV_SHARE * now[target].kv_capacity and now[target].room >= 0
+            assert now[target].used <= MAX_KV_SHARE * now[target].kv_capacity and now[target].room >= 0
 
 
 # -- small cases ------------------------------------------------------------------------------------------------
@@ -184,21 +184,22 @@ def test_what_is_expected_is_what_random_ends_come_to(tail: list[tuple[int, int]
 @settings(max_examples=300, deadline=None)
 @given(clusters())
 def test_the_moments_that_are_looked_at_miss_little(rollouts: list[Draining]) -> None:
-    """Whom a plan fills: at any of 400 moments, a twelfth above its cache at most."""
-    now = after(rollouts, handings := plan(rollouts))
-    for target in {h.target for h in handings}:
-        r = now[target]
-        moments = np.linspace(0, 2 * max(t.growth for t in r.tail), 400)
-        fullest = r.beside + fullest_moment(outlooks(r.tail, moments).sum(axis=0))
-        assert fullest <= 13 / 12 * MAX_KV_SHARE * r.kv_capacity
+    """Whom a plan fills, or an evacuation: at any of 400 moments, a twelfth above its cache at most."""
+    for handings in (plan(rollouts), evacuate(rollouts[:2], rollouts)):
+        now = after(rollouts, handings)
+        for target in {h.target for h in handings}:
+            r = now[target]
+            moments = np.linspace(0, 2 * max(t.growth for t in r.tail), 400)
+            fullest = r.beside + tokens_at(outlooks(r.tail, moments).sum(axis=0)).max()
+            assert fullest <= 13 / 12 * MAX_KV_SHARE * r.kv_capacity
 
 
 def test_a_slot_that_waits_for_a_reward_is_none() -> None:
     a, b = draining("a", 100, 100), draining("b", 900)
     assert pairs(plan([a, replace(b, room=2)])) == {("a", "b")}
     assert plan([a, replace(b, room=1, settled=False)]) == []
-    assert evacuate(a, [replace(b, room=0)]) == []
-    assert len(evacuate(a, [replace(b, room=1)])) == 1
+    assert evacuate([a], [replace(b, room=0)]) == []
+    assert len(evacuate([a], [replace(b, room=1)])) == 1
 
 
 def test_work_is_counted_by_the_slots_that_an_emptied_rollout_has_for_it() -> None:
@@ -261,15 +262,38 @@ def test_a_load_report_says_what_the_plan_needs() -> None:
     )  # fmt: skip
     rollout = Draining.of("r", load)
     assert [t.trajectory for t in rollout.tail] == [trajectory_name(0, 1), trajectory_name(1, 0)]
-    assert (rollout.used, rollout.expected, rollout.settled) == (700, 787, True)
+    assert (rollout.used, rollout.beside, rollout.settled) == (700, 50, True)
     assert not Draining.of("r", load.model_copy(update={"acting": 1})).settled
     assert not Draining.of("r", load.model_copy(update={"evaluating": True})).settled
 
 
 def test_an_evacuation_spreads_evenly() -> None:
     slow = draining("s", *[100] * 6, first_group=50)
-    handings = evacuate(slow, [slow, draining("a", 100, 100), draining("b"), draining("c", version=6)])
+    handings = evacuate([slow], [slow, draining("a", 100, 100), draining("b"), draining("c", version=6)])
     assert sorted(h.target for h in handings) == ["a", "a", "b", "b", "b", "b"]
+
+
+def test_several_that_rest_share_what_the_others_take() -> None:
+    """What the first gives counts for the second."""
+    first, second = draining("s", 900, 900), draining("t", 900, 900, first_group=20)
+    others = [replace(draining("a"), room=1), replace(draining("b"), room=2), draining("c", version=6)]
+    handings = evacuate([first, second], [*others, first, second])
+    assert [(h.source, h.target) for h in handings] == [("s", "a"), ("s", "b"), ("t", "b")]
+
+
+def test_an_evacuation_looks_ahead_once_for_each_trajectory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager does it between two of its other duties, with hundreds of trajectories and a thousand rollouts."""
+    looked: list[int] = []
+
+    def outlooks_of(tail: Sequence[Unfinished], moments: np.ndarray) -> np.ndarray:
+        looked.append(len(tail))
+        return outlooks(tail, moments)
+
+    for module in (kv_space, repack):
+        monkeypatch.setattr(module, "outlooks", outlooks_of)
+    others = [draining(f"r{i}", 100, 100, first_group=10 * i) for i in range(20)]
+    assert len(evacuate([draining("s", *[100] * 50, first_group=900)], others)) == 50
+    assert sum(looked) == 50 + 2 * len(others)
 
 
 def test_a_thousand_rollouts_are_planned_in_a_moment() -> None:

@@ -37,6 +37,8 @@ LAG_S = 1.0
 QUIET_S = 2.0
 """After a plan is over its sources and targets are left alone, until their reports show what came of it."""
 REST_S = 300.0
+FULL_S = 5.0
+"""After nobody had room for anything of a rollout that rests, until it is looked again."""
 
 
 class Repacker:
@@ -231,15 +233,22 @@ class Repacker:
             await self._evacuate(now, loads)
 
     async def _evacuate(self, now: float, loads: dict[str, Load]) -> None:
-        """What resting rollouts have goes to others of its version. Where a plan is still under way, or nobody else
-        has the version, it goes on where it is."""
+        """What resting rollouts have goes to others of their versions, except to those that are just being emptied, or
+        filled with what others were. Where a plan is still under way, or nobody else has room, it goes on where it
+        is."""
         resting = self.resting & loads.keys()
         full = [w for w in sorted(resting) if loads[w].tail and self._left_alone.get(w, 0.0) <= now]
         if not full:
             return
-        awake = [Draining.of(w, load) for w, load in loads.items() if w not in resting and not load.switching]
-        for worker in full:
-            await self._write(now, evacuate(Draining.of(worker, loads[worker]), awake), loads)
+        awake = [
+            Draining.of(worker, load)
+            for worker, load in loads.items()
+            if worker not in resting and not load.switching
+            and not (load.draining and self._left_alone.get(worker, 0.0) > now)
+        ]  # fmt: skip
+        handings = evacuate([Draining.of(w, loads[w]) for w in full], awake)
+        await self._write(now, handings, loads)
+        self._left_alone |= dict.fromkeys(set(full) - {h.source for h in handings}, now + FULL_S)
 
     async def _send_to_rest(self, worker: str, reason: str) -> None:
         key = self.run_info.keys.rest(worker)

@@ -12,8 +12,10 @@ from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Cursor, Load, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Member
 from laminar.workers.manager import Manager
-from laminar.workers.managing.repacking import PLAN_S, REST_S
+from laminar.workers.managing import repacking
+from laminar.workers.managing.repacking import FULL_S, PLAN_S, REST_S
 from laminar.workers.managing.slowness import WINDOW_S
+from laminar.workers.repack import Handing, evacuate
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +161,58 @@ async def test_a_slow_rollout_rests_its_trajectories_go_and_it_gets_another_chan
     assert fleet.world.server.get(KEYS.rest("r-slow")) is None
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def resting_beside(fleet: Fleet, **others: dict[str, Any]) -> None:
+    """`r-slow` rests with two trajectories, beside `others`, of which each reports what is said."""
+    await fleet.publish(4)
+    await fleet.report("r-slow", 500, 400, resting=True)
+    for name, load in others.items():
+        await fleet.report(f"r-{name}", **load)
+    rest = Rest(reason="slow", until_us=0)
+    await fleet.manager.run_info.coordination.put(KEYS.rest("r-slow"), rest.dump())
+
+
+async def test_where_nobody_has_room_a_resting_rollout_is_looked_at_again_some_seconds_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[float] = []
+
+    def evacuated(*args: Any) -> list[Handing]:
+        looks.append(asyncio.get_running_loop().time())
+        return evacuate(*args)
+
+    monkeypatch.setattr(repacking, "evacuate", evacuated)
+    fleet = await Fleet.assemble()
+    full = {"draining": False, "room": -9, "tail": {}, "running": 16}
+    await resting_beside(fleet, a=full)
+    running = asyncio.create_task(fleet.run(3 * FULL_S))
+    await asyncio.sleep(FULL_S + 1.5)
+    assert len(looks) == 2 and looks[1] - looks[0] >= FULL_S and not fleet.moves()
+    await fleet.report("r-a", **full | {"room": 1})
+    await asyncio.sleep(FULL_S)
+    assert [m.target for m in fleet.moves()["r-slow"].items] == ["r-a", "r-a"]
+    await running
+
+
+async def test_nothing_goes_to_a_rollout_that_is_just_being_emptied_or_filled() -> None:
+    """It would be moved on at once, or take the room that a plan counts on."""
+    fleet = await Fleet.assemble()
+    await resting_beside(fleet, new={"version": 4, "draining": False})
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    fleet.manager.repacker._published = 4
+    async with fleet.manager.rollouts, fleet.manager.loads, fleet.manager.repacker.rests:
+        repacker = fleet.manager.repacker
+        await repacker._plan(0.0, loads := repacker._living_loads())
+        assert set(fleet.moves()) == {"r-b"}
+        await repacker._evacuate(0.0, loads)
+        assert set(fleet.moves()) == {"r-b"}
+        await fleet.report("r-c", 300)
+        await repacker.loads.wait_for(lambda: len(repacker._living_loads()) == 5, 5.0)
+        del repacker._left_alone["r-slow"]
+        await repacker._evacuate(0.0, repacker._living_loads())
+    assert {m.target for m in fleet.moves()["r-slow"].items} == {"r-c"}
 
 
 async def test_plans_of_the_dead_are_cleaned_away() -> None:

@@ -77,6 +77,7 @@ class Holdings:
         )
         self.pool = self.supply.pool
         self.retained: frozenset[int] = frozenset()
+        self.recent: frozenset[int] = frozenset()
         self.errors: deque[str] = deque(maxlen=16)
         self.refusals = 0
         self.last_refusal = ""
@@ -257,9 +258,10 @@ class Holdings:
 
     # -- retention ----------------------------------------------------------------------------------------------
 
-    def retain_versions(self, versions: Collection[int]) -> None:
-        """Replace the set of versions that claims refer to."""
-        self.retained = frozenset(versions)
+    def retain_versions(self, versions: Collection[int], recent: Collection[int] = ()) -> None:
+        """Replace the set of versions that claims refer to, and that of those to which some may that nobody has told of
+        yet: these stay while there is room for more than what is known to be needed."""
+        self.retained, self.recent = frozenset(versions), frozenset(recent)
         self._evict()
 
     async def wait(self, newer_than: int, timeout: float) -> VersionInfo | None:
@@ -355,7 +357,9 @@ class Holdings:
 
     def _evict(self, just_sealed: int | None = None) -> None:
         room = self.pool.limit - INCOMING
-        keep = kept(self._held, newest=self.retain, wanted=self.retained, first=just_sealed, room=room)
+        keep = kept(
+            self._held, newest=self.retain, wanted=self.retained, first=just_sealed, room=room, recent=self.recent
+        )
         for version in sorted(self._held.keys() - keep):
             if version in self.retained:
                 size = gib(self._held[version].arena.capacity)

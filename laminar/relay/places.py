@@ -37,12 +37,21 @@ def places(size: int, *, minimum: int, mapped: int, scopes: Sequence[Scope], sha
     return Places(max(minimum, allowed // size), why)
 
 
-def kept(versions: Iterable[int], *, newest: int, wanted: Collection[int], first: int | None, room: int) -> set[int]:
+def kept(
+    versions: Iterable[int],
+    *,
+    newest: int,
+    wanted: Collection[int],
+    first: int | None,
+    room: int,
+    recent: Collection[int] = (),
+) -> set[int]:
     """Which of `versions` stay: the `newest` newest, then `first` (just sealed: its claims may be on their way), then
-    the wanted ones, newest first, up to `room` in all."""
+    the wanted ones, then those of `recent` (which may be wanted), newest first, up to `room` in all."""
     ordered = sorted(versions, reverse=True)
     result, rest = ordered[:newest], ordered[newest:]
     extra = [v for v in rest if v == first] + [v for v in rest if v != first and v in wanted]
+    extra += [v for v in rest if v != first and v not in wanted and v in recent]
     return set(result + extra[: max(0, room - len(result))])
 
 

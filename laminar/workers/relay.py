@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from laminar.buffer.records import EvaluationRequest, Retain
+from laminar.buffer.records import EvaluationRequest, Retain, WeightsHead
 from laminar.errors import CoordinationError
 from laminar.relay.binding import make_private
 from laminar.relay.follower import Follower
@@ -38,6 +38,8 @@ from laminar.workers.tasks import until_first
 log = logging.getLogger(__name__)
 
 COMMITTER_BACKOFF_S = 1.0
+TOLD_S = 5.0
+"""Within which a manager tells to what claims refer, and with some to spare."""
 YOUNG_S = 60.0
 """Age, in seconds, below which a socket is left alone."""
 
@@ -153,19 +155,47 @@ async def relay_main(
             )
 
 
+class Recent:
+    """The published versions that were the newest until less than `seconds` ago: somebody may have drawn under them of
+    whom the manager has not told yet."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.newest = -1
+        self._until: dict[int, float] = {}
+
+    def see(self, newest: int, now: float) -> set[int]:
+        """`newest`: the published version at `now` (seconds); -1 if there is none."""
+        if self.newest >= 0:
+            self._until |= dict.fromkeys(range(self.newest, newest), now + self.seconds)
+        self.newest = newest
+        self._until = {version: until for version, until in self._until.items() if until > now}
+        return set(self._until)
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until one of them is none any more; a minute at most."""
+        return min([60.0, *(until - now for until in self._until.values())])
+
+
 async def keep_retained(run: Run, holdings: Holdings) -> None:
-    """Hold on to the versions that the manager says are still referred to, and to those that are to be evaluated: the
-    manager looks every few seconds only, in which a fast trainer publishes enough to push them out."""
+    """Hold on to the versions that the manager says are still referred to, to those that are to be evaluated, and to
+    what was the newest a moment ago: the manager looks every few seconds only, and a new one once the lease of the one
+    before is over, in which a fast trainer publishes enough to push them out."""
     bell = Bell()
     retain = Mirror(run.coordination, run.keys.retain, exact=True, bell=bell)
     requests = Mirror(run.coordination, run.keys.evaluations, bell=bell)
-    async with retain, requests:
+    weights = Mirror(run.coordination, run.keys.weights, exact=True, bell=bell)
+    recent = Recent(run.config.coordination.lease_ttl + TOLD_S)
+    async with retain, requests, weights:
         while True:
             requests.check()
             asked = {EvaluationRequest.parse(kv.value).version for kv in requests.items.values()}
-            kv = retain.only
-            holdings.retain_versions(asked.union(Retain.parse(kv.value).versions if kv else ()))
-            await bell.wait(60.0)
+            told, head, now = retain.only, weights.only, run.clock.monotonic()
+            # Interrupted trajectories go on under whatever is newest: they need no version of their own.
+            published = WeightsHead.parse(head.value).version if head and run.config.rollout.update == "drain" else -1
+            versions = asked.union(Retain.parse(told.value).versions if told else ())
+            holdings.retain_versions(versions, recent.see(published, now))
+            await bell.wait(recent.wait_s(now))
 
 
 async def keep_committer(run: Run, committer: Callable[[], Process]) -> None:

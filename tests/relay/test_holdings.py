@@ -58,6 +58,19 @@ async def test_the_newest_are_kept_and_those_that_claims_refer_to(holdings: Hold
     assert held(holdings) == [4, 5]
 
 
+async def test_what_was_newest_a_moment_ago_stays_where_there_is_room(holdings: Holdings) -> None:
+    holdings.retain_versions((), recent=range(10))
+    for version in range(4):
+        await publish(holdings, version, version)
+    assert held(holdings) == [1, 2, 3]
+    holdings.retain_versions({1}, recent=range(10))
+    await publish(holdings, 4, 4)
+    assert held(holdings) == [1, 3, 4], "what is known to be needed goes first"
+    assert not holdings.errors, "nothing that is needed was let go"
+    holdings.retain_versions(())
+    assert held(holdings) == [3, 4]
+
+
 async def test_more_claimed_versions_than_memory_has_room_for_are_named(holdings: Holdings) -> None:
     holdings.retain_versions(range(10))
     for version in range(5):

@@ -116,17 +116,21 @@ def test_what_bounds_is_named_with_what_raises_it() -> None:
     )
 
 
-@given(st.sets(st.integers(0, 20)), st.integers(1, 4), st.sets(st.integers(0, 20)), st.integers(4, 8))
+some_versions = st.sets(st.integers(0, 20))
+
+
+@given(some_versions, st.integers(1, 4), some_versions, some_versions, st.integers(4, 8))
 def test_retention_keeps_the_newest_always_and_never_more_than_fit(
-    versions: set[int], newest: int, wanted: set[int], room: int
+    versions: set[int], newest: int, wanted: set[int], recent: set[int], room: int
 ) -> None:
     first = min(versions, default=None)
-    keep = kept(versions, newest=newest, wanted=wanted, first=first, room=room)
+    keep = kept(versions, newest=newest, wanted=wanted, first=first, room=room, recent=recent)
     top = set(sorted(versions)[-newest:])
     assert top <= keep <= versions and len(keep) <= room
-    assert keep <= top | wanted | {first}
-    left_out = (versions & wanted) - keep
+    assert keep <= top | wanted | recent | {first}
+    left_out = (versions & (wanted | recent)) - keep
     assert not left_out or len(keep) == room
+    assert not (versions & wanted) - keep or keep <= top | wanted | {first}, "what is wanted goes before what may be"
 
 
 # -- what the kernel tells ------------------------------------------------------------------------------------------

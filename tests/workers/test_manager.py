@@ -19,7 +19,7 @@ from laminar.buffer.incoming import write_copied
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import Partial, PartialLog, PartialRow
-from laminar.buffer.records import BatchDecision, EvaluationRequest, Retain
+from laminar.buffer.records import BatchDecision, EvaluationRequest, Retain, WeightsHead
 from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import BATCH, StepLog, decision_path
@@ -28,7 +28,7 @@ from laminar.errors import CoordinationUnavailable, StoreError
 from laminar.relay.holdings import Holdings
 from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
 from laminar.workers.managing.cleaning import STALE_S, step_of
-from laminar.workers.relay import keep_retained
+from laminar.workers.relay import TOLD_S, keep_retained
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +296,26 @@ async def test_a_relay_holds_a_version_from_the_moment_its_evaluation_is_asked_f
     await member.run.coordination.delete(f"{KEYS.evaluations}{7:09d}")
     await asyncio.sleep(0.01)
     assert holdings.retained == {3}
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+
+
+async def test_a_relay_holds_what_was_just_drawn_under_before_the_manager_says_so() -> None:
+    """Two more versions may come between two looks of the manager at claims, or while there is none."""
+    world = World()
+    member = await world.member("relay", "relay-1")
+    holdings = Holdings(chunk_bytes=1 << 20, retain=2)
+    keeping = asyncio.create_task(keep_retained(member.run, holdings))
+    lasts = world.config.coordination.lease_ttl + TOLD_S
+    for version in (3, 4, 5):
+        head = WeightsHead(version=version, digest="d", layout_digest="l", bytes=1, master="relay-1")
+        await member.run.coordination.put(KEYS.weights, head.dump())
+        await asyncio.sleep(0.6)
+    assert (holdings.retained, holdings.recent) == (frozenset(), {3, 4})
+    await asyncio.sleep(lasts - 1.0)
+    assert holdings.recent == {4}
+    await asyncio.sleep(0.6)
+    assert not holdings.recent
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
 

@@ -21,7 +21,7 @@ DEVIATIONS = 1.0
 MOMENTS = np.array([0.0, *2.0 ** np.arange(-5, 1)])
 """At which a plan looks ahead, in parts of the longest growth that is expected of anyone."""
 SINGLY = 3
-"""The best place that a bound leaves is nearly always one that takes the part; to look at all is dearer."""
+"""The best place is nearly always among the first that are looked at; to look at all is dearer."""
 
 
 def outlooks(tail: Sequence[Unfinished], moments: np.ndarray) -> np.ndarray:
@@ -31,16 +31,23 @@ def outlooks(tail: Sequence[Unfinished], moments: np.ndarray) -> np.ndarray:
     `growth` more tokens are expected is still there after t of them with probability exp(-t / growth), has t more
     then, and holds nothing once it has ended: while the long ones grow the short ones go, and a cache never holds the
     ends of all."""
-    known = np.array([(t.tokens, t.growth) for t in tail], dtype=np.float64).reshape(-1, 2)
-    held, alive = known[:, :1] + moments, np.exp(-moments / np.maximum(known[:, 1:], 1e-9))
+    tokens, growth = (np.array(figures, dtype=np.float64)[:, None] for figures in _figures(tail))
+    held, alive = tokens + moments, np.exp(-moments / np.maximum(growth, 1e-9))
     expected = alive * held
     return np.stack([expected, expected * (held - expected)], axis=1)
+
+
+def _figures(tail: Sequence[Unfinished]) -> tuple[list[int], list[int]]:
+    return [t.tokens for t in tail], [t.growth for t in tail]
 
 
 def tokens_at(outlook: np.ndarray) -> np.ndarray:
     """Tokens to leave room for at each moment: (2, K, ...) to (K, ...)."""
     tokens: np.ndarray = outlook[0] + DEVIATIONS * np.sqrt(outlook[1])
     return tokens
+
+
+NOWHERE = np.empty(0, dtype=np.int64)
 
 
 class Part(NamedTuple):
@@ -79,7 +86,10 @@ class Space:
         """(2, K, places): what is the same moment for all places lies side by side."""
         self._room = np.array([MAX_KV_SHARE * r.kv_capacity - r.beside for r in rollouts])
         self._leeway = self._room - tokens_at(self._held)
-        """(K, places): more expected tokens than these fit nowhere, and fewer in most cases."""
+        """(K, places): more expected tokens than these do not fit, and fewer mostly do."""
+        self.most = int(self.slots.max(initial=-1))
+        self._widest = self._leeway.max(axis=1, initial=-np.inf)
+        """Places only fill up: no part that is larger than any of them could take at first ever fits."""
 
     def whole(self, place: int) -> Part:
         """The tail that `place` had at first."""
@@ -115,19 +125,23 @@ class Space:
 
     def best(self, part: Part, rank: np.ndarray, but: int | None = None) -> np.ndarray:
         """Of the places other than `but` that take all of it, those of the highest `rank` (0 or more); none: empty."""
-        possible = (self._leeway >= part.outlook[0][:, None]).all(axis=0)
-        possible &= self.slots >= len(part.tail)
+        count, expected = len(part.tail), part.outlook[0]
+        if count > self.most or (expected > self._widest).any():
+            return NOWHERE
+        possible = (self.slots >= count) & (self._leeway[0] >= expected[0])
         if but is not None:
             possible[but] = False
         ranks = np.where(possible, rank, -1)
-        for _ in range(SINGLY):
+        for turn in range(SINGLY):
             highest = ranks.max(initial=-1)
             if highest < 0:
-                return np.empty(0, dtype=np.int64)
+                return NOWHERE
             equals = np.flatnonzero(ranks == highest)
             if len(fitting := self._fitting(equals, part)):
                 return fitting
             ranks[equals] = -1
+            if turn == 0:
+                ranks[(self._leeway < expected[:, None]).any(axis=0)] = -1
         fitting = self._fitting(np.flatnonzero(ranks >= 0), part)
         return np.asarray(fitting[ranks[fitting] == ranks[fitting].max(initial=-1)])
 

@@ -94,6 +94,11 @@ class Draining:
         """Tokens in its KV cache that are not of its tail."""
         return self.used - sum(t.tokens for t in self.tail)
 
+    @cached_property
+    def longest(self) -> int:
+        """The growth of the one that is to be expected to end last."""
+        return max((t.growth for t in self.tail), default=0)
+
     @property
     def slots(self) -> int:
         """Trajectories that it takes without becoming slow."""
@@ -106,7 +111,10 @@ class Draining:
 
     def taking(self, tail: Sequence[Unfinished]) -> Draining:
         tokens = self.used + sum(t.tokens for t in tail)
-        return replace(self, tail=(*self.tail, *tail), kv_tokens=tokens, room=self.room - len(tail))
+        filled = replace(self, tail=(*self.tail, *tail), kv_tokens=tokens, room=self.room - len(tail))
+        # A plan fills some places with many tails, one after the other: what is known is not summed up each time.
+        filled.__dict__.update(used=tokens, longest=max([self.longest, *(t.growth for t in tail)]))
+        return filled
 
 
 def free_slots(load: Load) -> int:
@@ -136,7 +144,7 @@ def step_s(rollout: Draining, batch: int) -> float:
 
 def held_s(rollout: Draining) -> float:
     """Expected seconds until its last trajectory ends: for so long the old version holds it."""
-    return max((t.growth for t in rollout.tail), default=0) * step_s(rollout, len(rollout.tail))
+    return rollout.longest * step_s(rollout, len(rollout.tail))
 
 
 def refill_s(rollout: Draining, tail: Sequence[Unfinished]) -> float:
@@ -212,7 +220,7 @@ def _by_groups(source: Draining, place: int, space: Space) -> Parts:
     groups: dict[int, list[int]] = {}
     for i, t in enumerate(source.tail):
         groups.setdefault(t.group, []).append(i)
-    if len(groups) == 1:
+    if len(groups) == 1 or max(map(len, groups.values())) > space.most:
         return []
     parts: dict[int, Part] = {}
     before: dict[int, State] = {}

@@ -296,6 +296,22 @@ def test_an_evacuation_looks_ahead_once_for_each_trajectory(monkeypatch: pytest.
     assert sum(looked) == 50 + 2 * len(others)
 
 
+@pytest.mark.parametrize("tight", [{"limit": 5}, {"capacity": 4200}], ids=["slots", "cache"])
+def test_a_plan_in_vain_refuses_at_once_what_fits_nowhere(
+    monkeypatch: pytest.MonkeyPatch, tight: dict[str, int]
+) -> None:
+    """It is made again every few seconds: no single place is looked at for any of the tails, or the groups in them."""
+    looked: list[int] = []
+
+    def tokens(outlook: np.ndarray) -> np.ndarray:
+        looked.append(outlook.shape[-1])
+        return tokens_at(outlook)
+
+    monkeypatch.setattr(kv_space, "tokens_at", tokens)
+    rollouts = [draining(f"r{i}", *[1000] * 4, first_group=10 * i, samples=2, **tight) for i in range(9)]
+    assert plan(rollouts) == [] and looked == [len(rollouts)]
+
+
 def test_a_thousand_rollouts_are_planned_in_a_moment() -> None:
     source = random.Random(1)
     rollouts = [

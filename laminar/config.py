@@ -195,10 +195,13 @@ class TrainerConfig(Section):
     groups_per_step: int = Field(8, ge=1)
     """Whole groups that one optimizer step consumes."""
     max_ahead_groups: int = Field(0, ge=0)
-    """Groups drawn but not consumed at most; 0: two steps' groups. Bounds staleness by admission."""
+    """Groups drawn but not consumed at most; 0: two steps' groups. Bounds how many, not how old they get."""
     max_staleness: int | None = Field(None, ge=0)
-    """Admission draws only what is expected to be at most this many versions old when it is trained on; absent: no
-    bound but max_ahead_groups; 0: rollouts and trainer take turns. Nothing is ever dropped for its age."""
+    """Steps' groups that may be drawn beyond those of the next step. Groups that end in the order in which they were
+    drawn are at most this many versions old when they are trained on. It does not bound the age of one that ends late:
+    it keeps its place, others pass it, and each step that they make is a version more. 0: rollouts and trainer take
+    turns, and all is of the newest version, exactly; absent: no bound but max_ahead_groups. Nothing is ever dropped for
+    its age."""
     learning_rate: float = Field(1e-6, gt=0, le=1)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)

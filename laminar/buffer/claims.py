@@ -157,9 +157,11 @@ def admitted_groups(
     """Groups that may still be drawn now (design, "Draw"): never further ahead than `max_ahead`, never more than
     the run can consume. All arguments count groups but `step` and `max_steps`, which count decided steps.
 
-    `max_staleness` (None: no bound) admits what is expected to be no older than that when it is trained on: the group
-    k places after the consumed ones trains in step `step + k // groups_per_step`, which is also the trainer's version
-    then, and is drawn under `version`. Groups that arrive out of order may still be older by a step.
+    `max_staleness` (None: no bound) admits what would be no older than that when it is trained on if groups ended in
+    the order of drawing: the group k places after the consumed ones then trains in step
+    `step + k // groups_per_step`, which is also the trainer's version, and is drawn under `version`. With 0 a step
+    needs all that is drawn, so that this is exact. With more, one that ends late keeps its place while others pass it,
+    and gets older by each step that they make, without a bound.
     """
     ended = consumed + to_retire
     limit = min(ended + max_ahead, ended + (max_steps - step) * groups_per_step, total_groups)

@@ -38,6 +38,9 @@ class Gated:
         self.source, self.gate = source, gate
         self.header, self.arena, self.base, self.close = source.header, source.arena, source.base, source.close
 
+    async def allocated(self) -> None:
+        await self.source.allocated()
+
     async def ready(self, wanted: ChunkSet, grain: int) -> Piece:
         if self.gate.allowed <= 0:
             await self.gate.opened.wait()

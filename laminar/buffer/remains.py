@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from laminar.buffer.archive import read_archive
 from laminar.buffer.claims import TrajectoryId
+from laminar.buffer.files import NotFound
 from laminar.buffer.incoming import copy_path, first_path
 from laminar.buffer.partials import PartialRow, assemble, read_partials
 from laminar.buffer.records import BatchDecision, Source, TableHead
@@ -26,7 +27,7 @@ from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import CLOSING, decision_path
 from laminar.buffer.storage import Storage
 from laminar.buffer.table import Table
-from laminar.errors import CoordinationError, StoreError
+from laminar.errors import CoordinationError, CorruptSegment, StoreError
 
 IDENTITY: dict[str, tuple[str, ...]] = {
     "experience": ("group", "sample"),
@@ -138,18 +139,23 @@ def _note_versions(remains: Remains, table: str, rows: pa.Table) -> None:
 
 
 async def _read_incoming(remains: Remains, storage: Storage, path: str, there: Set[str]) -> None:
-    """`path` is a segment's first file; `there` are all files under incoming/."""
+    """`path` is a segment's first file; `there` are all files under incoming/. Raises StoreError if neither it nor its
+    copy can be read for now: it may be sound, and what is not found here would be given up for good."""
     table = path.split("/")[1]
     if table not in TABLES or not path.endswith(".arrow"):
         return
     copy = copy_path(path)
     files = [path, copy] if copy in there else [path]
     damage: list[str] = []
+    refused: StoreError | None = None
     for file in files:
         try:
             contents = read_segment(await storage.read(file), TABLES[table], complete=True, name=file)
-        except (StoreError, FileNotFoundError) as e:
+        except (CorruptSegment, NotFound) as e:
             damage.append(f"{file}: {e}")
+            continue
+        except StoreError as e:
+            refused = e
             continue
         rows = pa.Table.from_batches(contents.batches, schema=TABLES[table])
         remains.incoming.append(IncomingFile(table, file, rows, copied_to=copy if file != files[-1] else ""))
@@ -157,6 +163,10 @@ async def _read_incoming(remains: Remains, storage: Storage, path: str, there: S
             _note_versions(remains, table, rows)
         remains.damage += [f"{text}; its copy is used" for text in damage]
         return
+    if refused is not None:
+        raise StoreError(
+            f"{path} cannot be read for now: {refused}; nothing was changed, try again once the store serves it"
+        ) from refused
     remains.damage += damage
 
 

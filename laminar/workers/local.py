@@ -249,9 +249,12 @@ class LocalJob:
             await write_ending(self.plan.storage, Ending(state=state, reason=reason, at_us=SystemClock().now_us()))
         except StoreError as e:
             _say(f"how the run ended could not be noted: {e}", error=True)
-        store = StoreView.open(self.plan.storage.url, self.config.storage.model_dump())
         told_below = "" if state == "failed" else reason
-        _say(summary(await asyncio.to_thread(collect, store, state=state, reason=told_below)))
+        try:
+            store = await asyncio.to_thread(StoreView.open, self.plan.storage.url, self.config.storage.model_dump())
+            _say(summary(await asyncio.to_thread(collect, store, state=state, reason=told_below)))
+        except StoreError as e:
+            _say(f"the run cannot be summed up: {e}", error=True)
         if state == "failed":
             _say(f"error: {reason}", error=True)
         return state

@@ -350,6 +350,26 @@ HOW = pytest.mark.parametrize("how", ["flipped", "missing", "truncated"])
 OF_STEPS = pytest.mark.parametrize("table", ["steps", "step_metrics"])
 
 
+async def test_a_segment_that_the_store_refuses_for_a_moment_is_not_given_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be sound: recovery says so and changes nothing, and the next one registers it."""
+    world.lose_etcd()
+    read, refusing = world.storage.read, True
+
+    async def refused(path: str) -> bytes:
+        if refusing and path == "incoming/experience/w-1.arrow":
+            raise StoreError(f"cannot read {path}: 503 Slow Down")
+        return await read(path)
+
+    monkeypatch.setattr(world.storage, "read", refused)
+    with pytest.raises(StoreError, match=r"w-1\.arrow cannot be read for now: .*503 Slow Down.*nothing was changed"):
+        await world.remains()
+    refusing = False
+    recovery, _ = await world.recover()
+    assert recovery.damage == [] and (3, 0) not in recovery.claims
+
+
 @HOW
 @pytest.mark.parametrize("folder", ["incoming", "incoming/copies"])
 @OF_STEPS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from privileges import memory_disk
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.files import StorageFull
 from laminar.errors import CoordinationError
+from laminar.workers.supervisor import disk
 from laminar.workers.supervisor.disk import watch_disk
 from laminar.workers.supervisor.etcd_process import EtcdProcess
 from laminar.workers.supervisor.etcd_restarts import restarted
@@ -95,3 +97,24 @@ async def test_little_space_is_told_once_and_so_is_its_end(small_disk: Path) -> 
     await until(told, f"there is space again at {small_disk}: 170 MiB free")
     assert len(told) == 2
     watching.cancel()
+
+
+async def test_a_file_system_that_does_not_answer_is_told_once_and_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error"), 1 << 20])
+    told: list[str] = []
+
+    def free(folder: Path) -> int:
+        answer = next(answers, 1 << 20)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(disk, "free_bytes", free)
+    watching = asyncio.create_task(watch_disk(tmp_path, told.append, look_s=0.01))
+    await until(told, "free space: what cannot be written waits")
+    watching.cancel()
+    assert [line for line in told if "does not say" in line] == [
+        f"the file system at {tmp_path} does not say how much space it has (Stale file handle); asked again"
+    ]

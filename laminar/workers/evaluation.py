@@ -27,6 +27,7 @@ from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt, Transcript
 from laminar.workers.mirror import Bell
 from laminar.workers.pools import prompt_of
+from laminar.workers.rollouts.conversation import said_by_environment
 from laminar.workers.rollouts.equipment import Equipment
 from laminar.workers.rollouts.generation import SILENT_S
 from laminar.workers.rollouts.outbox import until_written
@@ -166,7 +167,8 @@ class Evaluator:
             turn = await host.reset(prompt)
             messages = list(turn.messages)
             state = turn.state
-            sequence = conversation.prompt_ids(messages)
+            with said_by_environment():
+                sequence = conversation.prompt_ids(messages)
             budget = config.evaluation.max_tokens or config.sampling.max_tokens
             for n in range(config.environment.max_turns):
                 new: list[int] = []
@@ -202,7 +204,8 @@ class Evaluator:
                     finish = "environment"
                     break
                 messages += turn.messages
-                sequence = [*sequence, *conversation.turn_ids(turn.messages)]
+                with said_by_environment():
+                    sequence = [*sequence, *conversation.turn_ids(turn.messages)]
             score = await host.score(prompt, Transcript(replies, messages, finish, state, len(tokens)))
             reward = score.reward
         except EnvironmentFailure as e:

@@ -16,14 +16,15 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jinja2
 
-from laminar.errors import ConfigError
+from laminar.errors import ConfigError, EnvironmentFailure
 from laminar.workers.environments.base import Message
 
 log = logging.getLogger(__name__)
@@ -224,12 +225,21 @@ def _generation_config(folder: Path) -> Mapping[str, Any]:
     return {}
 
 
+@contextmanager
+def said_by_environment() -> Iterator[None]:
+    """What the chat template refuses in the block fails one trajectory, whose environment said it, and not the run."""
+    try:
+        yield
+    except ConfigError as error:
+        raise EnvironmentFailure("environment_error", str(error)) from error
+
+
 def _render(tokenizer: Any, messages: Sequence[Message], generate: bool, options: Mapping[str, Any]) -> str:
     try:
         text: str = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=generate, **options
         )
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
+    except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
         roles = ", ".join(str(m.get("role")) for m in messages)
         raise ConfigError(
             f"the chat template refuses messages with the roles {roles}: {error}; if it knows no system message, leave "

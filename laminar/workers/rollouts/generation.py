@@ -24,7 +24,7 @@ from laminar.errors import EngineError, EnvironmentFailure
 from laminar.workers.engines.base import Engine, EngineFinish
 from laminar.workers.environments.base import Prompt, Score, Transcript
 from laminar.workers.environments.host import EnvironmentHost
-from laminar.workers.rollouts.conversation import Conversation
+from laminar.workers.rollouts.conversation import Conversation, said_by_environment
 from laminar.workers.rollouts.outbox import Flusher
 from laminar.workers.rollouts.silence import Silence
 from laminar.workers.rollouts.trajectory import Trajectory
@@ -126,7 +126,8 @@ class Generation:
 
     async def _begin(self, t: Trajectory, where: Where) -> Outcome | None:
         turn = await self.host.reset(where.prompt)
-        prompt_ids = self.conversation.prompt_ids(turn.messages)
+        with said_by_environment():
+            prompt_ids = self.conversation.prompt_ids(turn.messages)
         room = self.config.rollout.max_model_len - len(prompt_ids)
         if room < 1:
             return Outcome(
@@ -210,7 +211,8 @@ class Generation:
         elif t.turn + 1 >= self.config.environment.max_turns:
             t.ready_to_score("environment", turn.state, reply, now())
         else:
-            ids = self.conversation.turn_ids(turn.messages)
+            with said_by_environment():
+                ids = self.conversation.turn_ids(turn.messages)
             t.environment_replied(ids, turn.messages, turn.state, reply, now())
             if self.budget(t) <= 0:
                 t.ready_to_score("length", turn.state, "", now())

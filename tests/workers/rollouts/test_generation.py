@@ -355,6 +355,19 @@ async def test_an_environment_that_fails_is_tried_again_up_to_the_limit(stage: S
     finished.check()
 
 
+@pytest.mark.parametrize("content", [5, None, ["a"]], ids=["number", "null", "list"])
+@pytest.mark.parametrize("where", ["reset", "step"])
+async def test_messages_that_the_chat_template_refuses_fail_one_trajectory_and_not_the_run(
+    stage: Stage, where: str, content: Any
+) -> None:
+    odd = Turn([{"role": "user", "content": content}], state="s1")
+    host = Host(resets=[odd]) if where == "reset" else Host(steps=[odd])
+    finished = await stage.run(stage.engine([("cba" + stage.end, "stop")]), host, max_turns=3)
+    assert (finished.status, finished.reward, finished.attempts) == ("environment_error", None, MAX_ATTEMPTS)
+    assert "the chat template refuses messages with the roles" in finished.error
+    finished.check()
+
+
 async def test_attempts_of_former_owners_count(stage: Stage) -> None:
     claim = stage.t.held.claim.model_copy(update={"attempts": MAX_ATTEMPTS - 1})
     held = await stage.rollout.ledger.update(stage.t.held, claim)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held
@@ -29,6 +30,7 @@ from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt
 from laminar.workers.evaluation import Evaluator
 from laminar.workers.mirror import Bell, Mirror
+from laminar.workers.patience import patiently
 from laminar.workers.pools import prompt_of
 from laminar.workers.rollouts.equipment import Equipment
 from laminar.workers.rollouts.generation import Generation, Halted, Lost, Where
@@ -305,7 +307,11 @@ class Rollout:
     async def _adopt(self, waiting: list[Held]) -> None:
         """Copy what the last source made durable into this worker's log, then become the source."""
         sources = {h.claim.source.worker for h in waiting}
-        logs = {s: await read_partials(self.run_info.storage, s) for s in sources}
+        storage = self.run_info.storage
+        logs = {
+            s: await patiently(self.clock, f"reading the partial log of {s}", partial(read_partials, storage, s))
+            for s in sources
+        }
         for damage in (d for rows in logs.values() for d in rows.damage):
             log.error("adopting from a damaged log, what it lost is generated again: %s", damage)
         adopting: list[Trajectory] = []

@@ -90,7 +90,10 @@ class Flusher:
             carried = [row for t in (*self.live(), *self.unread()) for row in t.all_rows(now)]
             await until_written(self.clock, "the partial log", lambda: self.partials.rotate(carried))
             # Every claim whose source is this worker is live here, or carried: what was superseded has no other reader.
-            await self.partials.discard_superseded()
+            try:
+                await self.partials.discard_superseded()
+            except StoreError as e:
+                log.warning("superseded segments of the partial log stay until the next rotation: %s", e)
 
 
 async def until_written(clock: Clock, what: str, write: Callable[[], Awaitable[T]]) -> T:

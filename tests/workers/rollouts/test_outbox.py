@@ -171,6 +171,29 @@ async def test_rotation_carries_all_that_is_live_and_deletes_the_old_segment(clo
     assert [await logged(storage, t) == t.partial() for t in live] == [True, True]
 
 
+async def test_old_segments_that_cannot_be_deleted_go_with_the_next_rotation(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, live = MemoryStorage(), [trajectory(0)]
+    made = flusher(storage, live, clock, rotate_s=0.0)
+    refusing = True
+
+    async def refused(path: str) -> None:
+        if refusing:
+            raise StoreError(f"cannot delete {path}: 503 Slow Down")
+        await delete(path)
+
+    delete = storage.delete
+    monkeypatch.setattr(storage, "delete", refused)
+    async with running(made.run()):
+        for n in range(3):
+            refusing = n < 2
+            live[0].policy_wrote([n], [-0.5], at=n)
+            await made.durable()
+    assert [f.path for f in await storage.list("partials/w")] == ["partials/w/000003.arrows"]
+    assert await logged(storage, live[0]) == live[0].partial()
+
+
 async def test_rotation_carries_what_was_handed_over_and_not_read_yet(clock: Clock) -> None:
     """Its new owner waits for room: the rows stand in this log alone until then."""
     storage, live, unread = MemoryStorage(), [trajectory(0), trajectory(1)], list[Trajectory]()

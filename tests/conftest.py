@@ -19,9 +19,16 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from hypothesis import settings
 
 from laminar.buffer.records import BatchDecision
 from laminar.buffer.schema import EVALUATION, EXPERIENCE, PROMPTS, STEP_METRICS, STEPS
+
+# The examples of a test are the same in every run, so that a red one tells of the change at hand; new ones are looked
+# for on purpose: pytest -m hypothesis --hypothesis-profile explore
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False, print_blob=True)
+settings.load_profile("same")
 
 SAMPLES, STEPS_DONE, START_US = 4, 12, 1_780_000_000_000_000
 WORDS = ["<unk>", "what", "is", "two", "plus", "answer", "four", "tool", "says", "five", "done"]

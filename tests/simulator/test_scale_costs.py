@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laminar.errors import ConfigError
@@ -135,6 +135,7 @@ rows = st.lists(
 
 @settings(deadline=None, max_examples=300)
 @given(rows=rows, known=st.booleans())
+@example(rows=[(1.0, 0.0, 0.04296875), (117.0, 0.0, 1.0), (140.0, 0.0, 0.25)], known=False)
 def test_no_table_makes_a_step_much_shorter_than_any_that_was_measured(
     rows: list[tuple[float, float, float]], known: bool
 ) -> None:

@@ -135,7 +135,8 @@ def fitted(table: Sequence[Sequence[float]], model: Decode | None = None) -> Fit
 
 def _least_squares(rows: np.ndarray, knee: float, *, kv_term: bool) -> tuple[float, Decode]:
     """The sum of squared relative errors, and the model; the KV cache's part is 0 where it would not be positive, or
-    would leave next to nothing to the constant: weights are read in every step."""
+    would leave next to nothing to the constant: weights are read in every step. Infinite errors where the knee itself
+    leaves next to nothing: relative errors make a step of no length at all one whole error only."""
     batch, kv, seconds = rows[:, 0], rows[:, 1], rows[:, 2]
     shape = np.maximum(1.0, batch / knee)
     # Columns of about the same size: tokens are hundreds of thousands of times as many as steps.
@@ -149,7 +150,8 @@ def _least_squares(rows: np.ndarray, knee: float, *, kv_term: bool) -> tuple[flo
             return float(((matrix @ [flat_s, kv_s] - 1) ** 2).sum()), decode
     column = matrix[:, 0]
     flat_s = float(column @ ones) / float(column @ column)
-    return float(((column * flat_s - 1) ** 2).sum()), Decode(0.0, flat_s, knee, 0.0)
+    error = float(((column * flat_s - 1) ** 2).sum()) if flat_s >= LEAST_CONSTANT * seconds.min() else math.inf
+    return error, Decode(0.0, flat_s, knee, 0.0)
 
 
 def _untold(batches: np.ndarray, points: int, decode: Decode, model: Decode | None) -> str:

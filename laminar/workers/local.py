@@ -42,7 +42,7 @@ from laminar.workers.supervisor.exclusion import Supervision, only_supervisor
 from laminar.workers.supervisor.preparation import Plan, plan_run, write_plan
 from laminar.workers.supervisor.run_etcd import coordination_service, reach
 from laminar.workers.supervisor.store_mark import write_mark
-from laminar.workers.supervisor.supervision import Supervised, sign_off
+from laminar.workers.supervisor.supervision import Supervised, sign_off, uncounted
 from laminar.workers.tables import open_table
 from laminar.workers.viewing.display import Display, write_line
 from laminar.workers.viewing.inspect import StoreView
@@ -189,6 +189,7 @@ class LocalJob:
         self.story = Story(keys.run, config.run.max_steps, asyncio.get_running_loop().time)
         self.clock = SystemClock()
         self.ending = False
+        self._trained: int | None = None
         logs = root / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         names = ["relay", *(f"rollout-{i}" for i in range(config.rollout.workers)), "trainer"]
@@ -203,6 +204,7 @@ class LocalJob:
                 is_over=self._is_over,
                 may_start=self._etcd_serves,
                 excused=lambda: self._etcd_is_away() or self.story.etcd_was_away,
+                fruits=(lambda: self._trained) if name == "trainer" else uncounted,
             )
             for name in names
         ]
@@ -291,6 +293,7 @@ class LocalJob:
                     return "failed", f"etcd has not answered for {ETCD_GONE_S:.0f} s; start it and run this again ({e})"
             else:
                 self.keys = Keys(self.keys.run, live.generation)
+                self._trained = live.head.step if live.head is not None else 0
                 self.story.show(live)
                 if live.head is not None and live.head.state == "failed":
                     return "failed", live.head.reason

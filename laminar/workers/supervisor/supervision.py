@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 QUICK_S = 20.0
 """A worker that ends with an error within this time of its start crashed quickly."""
 MAX_QUICK_CRASHES = 4
+MAX_FRUITLESS = 8
+"""Crashes in a row between which a worker brought nothing about, however long it lived."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 15.0
 LOG_TAIL = 12
@@ -36,21 +38,36 @@ def how_ended(code: int) -> str:
 
 @dataclass
 class RestartPolicy:
-    """Counts quick crashes in a row; a life longer than QUICK_S forgives them."""
+    """Counts quick crashes in a row, which a life longer than QUICK_S forgives; and those between which what the
+    worker is for (`fruits`, such as the steps of a trainer) did not grow, which nothing else forgives: a trainer that
+    crashes at the same trajectory after each hour of loading would else do so for ever."""
 
     quick_crashes: int = 0
+    fruitless: int = 0
+    fruits: int | None = None
     restarts: int = 0
 
-    def ended(self, lived_s: float, *, killed: bool) -> float | None:
-        """Seconds to wait before the next start; None to give up. A kill from outside is no crash of the worker's."""
+    def ended(self, lived_s: float, *, killed: bool, fruits: int | None = None) -> float | None:
+        """Seconds to wait before the next start; None to give up. A kill from outside is no crash of the worker's.
+        `fruits`: what there is by now; None where nobody counts it."""
         self.restarts += 1
-        if killed or lived_s >= QUICK_S:
+        if fruits != self.fruits:
+            self.fruitless, self.fruits = 0, fruits
+        if killed:
             self.quick_crashes = 0
             return FIRST_BACKOFF_S
-        self.quick_crashes += 1
-        if self.quick_crashes >= MAX_QUICK_CRASHES:
+        self.quick_crashes = self.quick_crashes + 1 if lived_s < QUICK_S else 0
+        self.fruitless += fruits is not None
+        if self.quick_crashes >= MAX_QUICK_CRASHES or self.fruitless >= MAX_FRUITLESS:
             return None
-        return float(min(FIRST_BACKOFF_S * 2**self.quick_crashes, MAX_BACKOFF_S))
+        doublings = max(self.quick_crashes, self.fruitless - 1)
+        return float(min(FIRST_BACKOFF_S * 2**doublings, MAX_BACKOFF_S))
+
+    def given_up(self) -> str:
+        """Why."""
+        if self.quick_crashes >= MAX_QUICK_CRASHES:
+            return f"crashed {self.quick_crashes} times within {QUICK_S:.0f} s of its start"
+        return f"crashed {self.fruitless} times after step {self.fruits}, without finishing another"
 
 
 async def sign_off(coordination: Coordination, keys: Keys, *, host: str, pid: int) -> None:
@@ -66,6 +83,11 @@ async def _at_once() -> None:
     """What `may_start` is where nothing needs to be waited for."""
 
 
+def uncounted() -> int | None:
+    """What `fruits` is where nobody counts them."""
+    return None
+
+
 class GaveUp(LaminarError):
     """A worker crashed again and again: its last error is in the message."""
 
@@ -75,7 +97,7 @@ class Supervised:
     """A worker process that is started again when it dies. `on_end(pid)` is told of each death at once; `is_over()`
     says whether a worker that ended with 0 did so because the run is over: somebody may also have sent it SIGTERM.
     `may_start()` returns when it makes sense to start one, `excused()` says whether a crash just now is not its own
-    fault: without etcd every worker ends with an error."""
+    fault: without etcd every worker ends with an error. `fruits()` counts what it is for: a trainer's steps."""
 
     kind: str
     name: str
@@ -86,6 +108,7 @@ class Supervised:
     is_over: Callable[[], Awaitable[bool]]
     may_start: Callable[[], Awaitable[None]] = _at_once
     excused: Callable[[], bool] = bool
+    fruits: Callable[[], int | None] = uncounted
     policy: RestartPolicy = field(default_factory=RestartPolicy)
     child: Child | None = None
     stopping: bool = False
@@ -113,11 +136,12 @@ class Supervised:
             if self.stopping or (code == 0 and await self.is_over()):
                 self.finished = True
                 return
-            pause = self.policy.ended(loop.time() - started, killed=code == 0 or code in KILLED or self.excused())
+            killed = code == 0 or code in KILLED or self.excused()
+            pause = self.policy.ended(loop.time() - started, killed=killed, fruits=self.fruits())
             if pause is None:
                 raise GaveUp(
-                    f"{self.name} crashed {self.policy.quick_crashes} times within {QUICK_S:.0f} s of its start, the "
-                    f"last time {self.how(code)}. Its last lines:\n{self.tail()}"
+                    f"{self.name} {self.policy.given_up()}, the last time {self.how(code)}. "
+                    f"Its last lines:\n{self.tail()}"
                 )
             self.on_event(f"{self.name} {self.how(code)}; starting it again in {pause:.1f} s")
             await asyncio.sleep(pause)

@@ -12,8 +12,16 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import WorkerRecord
 from laminar.buffer.session import Election, Membership, Session
+from laminar.workers.supervisor import supervision
 from laminar.workers.supervisor.last_error import last_error
-from laminar.workers.supervisor.supervision import MAX_QUICK_CRASHES, GaveUp, RestartPolicy, Supervised, sign_off
+from laminar.workers.supervisor.supervision import (
+    MAX_FRUITLESS,
+    MAX_QUICK_CRASHES,
+    GaveUp,
+    RestartPolicy,
+    Supervised,
+    sign_off,
+)
 
 
 def test_quick_crashes_back_off_and_end() -> None:
@@ -29,6 +37,27 @@ def test_a_long_life_or_a_kill_forgives() -> None:
     for _ in range(20):
         assert policy.ended(1.0, killed=True) is not None
         assert policy.ended(1000.0, killed=False) is not None
+
+
+def test_crashes_between_which_no_step_is_finished_end_the_run_however_long_the_lives() -> None:
+    policy = RestartPolicy()
+    pauses = [policy.ended(3600.0, killed=False, fruits=7) for _ in range(MAX_FRUITLESS)]
+    assert pauses[-1] is None and None not in pauses[:-1]
+    assert policy.given_up() == f"crashed {MAX_FRUITLESS} times after step 7, without finishing another"
+
+
+def test_a_step_more_forgives_all_crashes_before_it_and_a_kill_neither_counts_nor_forgives() -> None:
+    policy = RestartPolicy()
+    for step in range(5):
+        for _ in range(MAX_FRUITLESS - 1):
+            assert policy.ended(3600.0, killed=False, fruits=step) is not None
+            assert policy.ended(3600.0, killed=True, fruits=step) is not None
+    assert policy.ended(3600.0, killed=False, fruits=4) is None
+
+
+def test_before_anybody_knows_the_step_no_crash_is_held_against_it() -> None:
+    policy = RestartPolicy()
+    assert all(policy.ended(3600.0, killed=False, fruits=None) is not None for _ in range(3 * MAX_FRUITLESS))
 
 
 def supervised(
@@ -52,6 +81,19 @@ async def test_giving_up_shows_the_last_error(tmp_path: Path) -> None:
     assert events[0] == (
         f"x-0 ended with exit code 1: no such model (log: {tmp_path / 'x.log'}); starting it again in 1.0 s"
     )
+
+
+async def test_a_worker_that_does_without_fruits_is_given_up_and_told_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "QUICK_S", 0.0)  # every life is a long one
+    monkeypatch.setattr(supervision, "FIRST_BACKOFF_S", 0.001)
+    ended: list[int] = []
+    worker = supervised([sys.executable, "-c", "raise SystemExit('error: batch 3 is odd')"], tmp_path, ended, [])
+    worker.fruits = lambda: 2
+    with pytest.raises(GaveUp, match=f"(?s)x-0 crashed {MAX_FRUITLESS} times after step 2, .*batch 3 is odd"):
+        await worker.run()
+    assert len(ended) == MAX_FRUITLESS
 
 
 async def test_a_line_that_tells_no_error_stands_for_none(tmp_path: Path) -> None:

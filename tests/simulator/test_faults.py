@@ -6,19 +6,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import pytest
-from mutations import CHECKS, MUTATIONS, SOME_SEEDS_BEFORE
+from mutations import MUTATIONS, SOME_SEEDS_BEFORE
 
 from laminar.errors import ConfigError
 from laminar.simulator.faults import Kind, draw_plan
 from laminar.simulator.run import describe, simulate
 from laminar.simulator.seeds import Tally, parse_seeds, report
 
-MOST_SEEDS, FEW_SEEDS = 1000, 40
+MOST_SEEDS = 1000
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -55,14 +53,6 @@ def test_a_deliberate_bug_is_noticed(name: str) -> None:
     first = SOME_SEEDS_BEFORE.get(name, 0)
     with MUTATIONS[name]():
         assert any(simulate(seed).problems for seed in range(first, first + MOST_SEEDS)), f"{name} was not noticed"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", CHECKS, ids=lambda m: m.__name__)
-def test_each_check_of_the_oracle_says_what_it_is_there_for(mutation: Callable[[], Any]) -> None:
-    says, first = CHECKS[mutation]
-    with mutation():
-        assert any(says in p for seed in range(first, first + FEW_SEEDS) for p in simulate(seed).problems)
 
 
 def test_equal_seeds_draw_equal_plans_and_all_kinds_are_drawn() -> None:

@@ -49,6 +49,18 @@ def test_several_turns_and_environments_with_the_workers_themselves() -> None:
     assert real.tokens_per_s == pytest.approx(modelled.tokens_per_s, rel=0.25), (real, modelled)
 
 
+def test_what_waits_for_a_slow_reward_holds_no_rollout_in_model_and_workers() -> None:
+    """It takes room alone: rollouts go on to newer versions beside it."""
+    slow = job(
+        rollout={"max_running": 32}, environment={"reward_s": 60.0}, lengths={"median": 400.0},
+        job={"steps": 2, "warmup_steps": 2, "max_tokens": 4096},
+    )  # fmt: skip
+    real, modelled = run_real("laminar", slow), run_policy("laminar", slow)
+    assert real.tokens_per_s == pytest.approx(modelled.tokens_per_s, rel=0.1), (real, modelled)
+    assert real.rollout_idle == pytest.approx(modelled.rollout_idle, abs=0.1), (real, modelled)
+    assert real.staleness_mean == pytest.approx(modelled.staleness_mean, abs=0.3)
+
+
 @pytest.mark.slow
 def test_none_of_equal_engines_is_sent_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token stands for 256: one engine had made 2 of them where others would have made 9, and rested for minutes."""

@@ -141,7 +141,7 @@ class Flowing:
         return View(
             newest=self.trainer.version,
             loaded=rollout.version,
-            running=len(rollout.live),
+            running=len(rollout.live) - len(rollout.scoring),
             room=room,
             admitted=admitted,
             interrupt=self.policy.interrupt,
@@ -171,12 +171,12 @@ class Flowing:
     def _may_do(self, rollout: Rollout) -> bool:
         """Whether it is worth asking: one that is busy and cannot draw does nothing but wait, whatever it sees."""
         newest = rollout.version == self.trainer.version
-        return not rollout.live or (newest and rollout.room >= self.samples) or self.policy.interrupt
+        return not rollout.held or (newest and rollout.room >= self.samples) or self.policy.interrupt
 
     def think(self, rollout: Rollout, draws: int = ENDLESS) -> bool:
         """What a rollout does next, until it waits or has drawn so often; whether it might draw more."""
         while not rollout.loading:
-            if not rollout.live:
+            if not rollout.held:
                 rollout.closed = False
             action = steer(self.view(rollout))
             if action.do is Do.DRAW:
@@ -187,7 +187,7 @@ class Flowing:
             elif action.do is Do.LOAD or action.do is Do.SWAP:
                 self._take_version(rollout, action.version, swap=action.do is Do.SWAP)
             else:
-                rollout.closed = bool(rollout.live) and not self.policy.continuous
+                rollout.closed = rollout.held and not self.policy.continuous
                 return False
         return False
 
@@ -233,6 +233,7 @@ class Flowing:
         if turn == len(turns):
             reward_s = self.job.settings.environment.reward_s
             if reward_s:
+                rollout.scoring.add(key)
                 self.at(self.now + reward_s, lambda: self._finished(rollout, key))
             else:
                 self._finished(rollout, key, thinks=False)

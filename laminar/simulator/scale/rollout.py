@@ -13,8 +13,9 @@ the paper's Algorithm 1."""
 
 
 class Rollout:
-    """`relay`: the place of its host's relay in the chain. `turn`: of each of `live`. `closed`: it draws no
-    more before it is empty. `stamp`: of the newest prediction of its engine's next event."""
+    """`relay`: the place of its host's relay in the chain. `turn`: of each of `live`. `scoring`: those of `live` that
+    only wait for their reward. `closed`: it draws no more before it holds none. `stamp`: of the newest prediction of
+    its engine's next event."""
 
     def __init__(self, id: str, job: Job, relay: int) -> None:
         self.id = id
@@ -25,6 +26,7 @@ class Rollout:
         self.loading = False
         self.live: set[Key] = set()
         self.acting: set[Key] = set()
+        self.scoring: set[Key] = set()
         self.turn: dict[Key, int] = {}
         self.closed = False
         self.stamp = 0
@@ -34,6 +36,11 @@ class Rollout:
     def room(self) -> int:
         return self.engine.max_running - len(self.live)
 
+    @property
+    def held(self) -> bool:
+        """Whether anything needs its engine yet: weights change beside a slow reward, which takes only its room."""
+        return len(self.live) > len(self.scoring)
+
     def begin(self, key: Key) -> None:
         self.live.add(key)
         self.turn[key] = 0
@@ -41,6 +48,7 @@ class Rollout:
 
     def end(self, key: Key) -> None:
         self.live.discard(key)
+        self.scoring.discard(key)
         self.turn.pop(key, None)
         self.lengths.add(self.job.lengths.of(*key))
 

@@ -186,6 +186,19 @@ def test_what_is_taken_out_keeps_its_tokens_and_what_is_left_goes_faster() -> No
     assert engine.next_event() == pytest.approx(1.5)
 
 
+def test_what_waits_while_weights_are_swapped_has_no_cache_any_more() -> None:
+    engine = Engine(Decode(0.0, 0.01, 1, 0.0), 10_000, 1, 100.0)
+    engine.submit(Request((0, 0), 40, 10, 0))
+    engine.submit(Request((1, 0), 60, 10, 0))
+    engine.submit(Request((2, 0), 10, 10, 5))
+    engine.swap(1.0)
+    assert engine.refilled == 100, "what only begins has no cache to lose"
+    assert engine.next_event() == pytest.approx(1.0 + 0.4 + 0.1)
+    engine.advance(1.5)
+    engine.settle()
+    assert engine.next_event() == pytest.approx(1.5 + 0.6 + 0.1)
+
+
 def test_lengths_depend_on_group_sample_and_seed_alone() -> None:
     def lengths(seed: int) -> Lengths:
         return Lengths(samples=4, longest=1000, seed=seed, median=100, sigma=1.0)

@@ -132,8 +132,8 @@ def test_turns_and_environments_take_their_time() -> None:
     plain = run_policy("laminar", job())
     acting = run_policy("laminar", job(environment={"turns": 3, "median_s": 20.0, "sigma": 0.5, "reward_s": 1.0}))
     assert acting.step_s > plain.step_s
-    sync = run_policy("synchronous", job(environment={"turns": 3, "median_s": 20.0, "sigma": 0.5, "reward_s": 1.0}))
-    assert sync.step_s > run_policy("synchronous", job()).step_s + 20
+    sync = run_policy("synchronous", job(environment={"turns": 3, "median_s": 20.0, "reward_s": 1.0}))
+    assert sync.step_s > run_policy("synchronous", job()).step_s + 3 * 20, "the environment hears the last turn too"
 
 
 def test_the_split_balances_generation_and_training() -> None:

@@ -61,6 +61,17 @@ def test_what_waits_for_a_slow_reward_holds_no_rollout_in_model_and_workers() ->
     assert real.staleness_mean == pytest.approx(modelled.staleness_mean, abs=0.3)
 
 
+def test_turns_wait_as_often_and_cost_as_much_anew_in_model_and_workers() -> None:
+    """The environment hears the last turn too; who was with it while weights were swapped has no cache any more."""
+    acting = job(
+        rollout={"max_running": 32}, environment={"turns": 4, "median_s": 10.0}, lengths={"median": 400.0},
+        job={"steps": 2, "warmup_steps": 2, "max_tokens": 4096},
+    )  # fmt: skip
+    real, modelled = run_real("laminar-interrupt", acting), run_policy("laminar-interrupt", acting)
+    assert real.step_s == pytest.approx(modelled.step_s, rel=0.1), (real, modelled)
+    assert real.refilled_tokens == pytest.approx(modelled.refilled_tokens, rel=0.2), (real, modelled)
+
+
 @pytest.mark.slow
 def test_none_of_equal_engines_is_sent_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token stands for 256: one engine had made 2 of them where others would have made 9, and rested for minutes."""

@@ -125,8 +125,8 @@ class Barriers:
 
     def _drive(self, engine: Engine, keys: Sequence[Key], ends: dict[Key, float]) -> list[tuple[float, float]]:
         """Let an engine generate these, and tell its KV tokens over time."""
-        turn = dict.fromkeys(keys, 0)
-        acting: list[tuple[float, Key, float]] = []
+        turn, reward_s = dict.fromkeys(keys, 0), self.job.settings.environment.reward_s
+        acting: list[tuple[float, Key]] = []
         curve: list[tuple[float, float]] = []
         for key in keys:
             engine.submit(self.job.first(key))
@@ -134,16 +134,20 @@ class Barriers:
             due = acting[0][0] if acting else float("inf")
             engine.advance(min(engine.next_event(), due))
             if acting and engine.now >= due:
-                _, key, tokens = heapq.heappop(acting)
-                engine.submit(Request(key, tokens, self.job.turns_of(key)[turn[key]], 0.0))
-            for key in engine.settle():
+                _, key = heapq.heappop(acting)
                 turns = self.job.turns_of(key)
-                turn[key] += 1
                 if turn[key] < len(turns):
-                    tokens = self.job.settings.job.prompt_tokens + sum(turns[: turn[key]])
-                    heapq.heappush(acting, (engine.now + self.job.acting_s(key, turn[key]), key, tokens))
+                    tokens = self.job.prompt_tokens + sum(turns[: turn[key]])
+                    engine.submit(Request(key, tokens, turns[turn[key]], 0.0))
                 else:
-                    ends[key] = engine.now + self.job.settings.environment.reward_s
+                    ends[key] = engine.now + reward_s
+            for key in engine.settle():
+                turn[key] += 1
+                if self.job.turns > 1:
+                    # The environment hears the last turn too.
+                    heapq.heappush(acting, (engine.now + self.job.acting_s(key, turn[key]), key))
+                else:
+                    ends[key] = engine.now + reward_s
             curve.append((engine.now, engine.kv))
         return curve
 

@@ -94,8 +94,13 @@ class Engine:
         return request
 
     def swap(self, seconds: float) -> None:
-        """Weights change under what runs, within `seconds`: all of its KV cache is computed anew."""
+        """Weights change under what runs, within `seconds`: all of its KV cache is computed anew, and that of what
+        waits with its cache once it gets its place."""
         self.refilled += self.kv
+        for request in self.waiting:
+            if not request.prefill:
+                request.prefill = request.tokens
+                self.refilled += request.tokens
         self._stall_s += seconds + self.kv / self.prefill_tokens_per_s
 
     # -- time ---------------------------------------------------------------------------------------------------

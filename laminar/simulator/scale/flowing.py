@@ -227,27 +227,39 @@ class Flowing:
             self.at(max(self.now, arrives) + load_s, loaded)
 
     def _turn_ended(self, rollout: Rollout, key: Key) -> None:
-        turns = self.job.turns_of(key)
+        """To the environment, which hears the last turn too; where there is one turn, there is no environment."""
         rollout.turn[key] += 1
-        turn = rollout.turn[key]
-        if turn == len(turns):
-            reward_s = self.job.settings.environment.reward_s
-            if reward_s:
-                rollout.scoring.add(key)
-                self.at(self.now + reward_s, lambda: self._finished(rollout, key))
-            else:
-                self._finished(rollout, key, thinks=False)
+        if self.job.turns == 1:
+            self._score(rollout, key)
             return
-        tokens = self.job.settings.job.prompt_tokens + sum(turns[:turn])
         rollout.acting.add(key)
+        version = rollout.version
+        acting_s = self.job.acting_s(key, rollout.turn[key])
+        self.at(self.now + acting_s, lambda: self._replied(rollout, key, version))
 
-        def replied() -> None:
-            rollout.acting.discard(key)
-            rollout.engine.advance(self.now)
-            rollout.engine.submit(Request(key, tokens, turns[turn], 0.0))
-            self.changed(rollout)
+    def _replied(self, rollout: Rollout, key: Key, version: int) -> None:
+        """The environment's reply to a turn that ended under `version`: under another, all it has is computed anew."""
+        rollout.acting.discard(key)
+        turns, turn = self.job.turns_of(key), rollout.turn[key]
+        if turn == len(turns):
+            self._score(rollout, key)
+            if self._may_do(rollout):
+                self.think(rollout)
+            return
+        tokens = self.job.prompt_tokens + sum(turns[:turn])
+        anew = tokens if rollout.version != version else 0
+        rollout.engine.advance(self.now)
+        rollout.engine.refilled += anew
+        rollout.engine.submit(Request(key, tokens, turns[turn], anew))
+        self.changed(rollout)
 
-        self.at(self.now + self.job.acting_s(key, turn), replied)
+    def _score(self, rollout: Rollout, key: Key) -> None:
+        reward_s = self.job.settings.environment.reward_s
+        if reward_s:
+            rollout.scoring.add(key)
+            self.at(self.now + reward_s, lambda: self._finished(rollout, key))
+        else:
+            self._finished(rollout, key, thinks=False)
 
     def _finished(self, rollout: Rollout, key: Key, *, thinks: bool = True) -> None:
         """With its reward, and registered. What commits it is left out: a fraction of a second."""

@@ -97,7 +97,8 @@ class EnvironmentSection(Section):
     turns: int = Field(1, ge=1)
     """Policy turns of a trajectory; its tokens are spread evenly over them."""
     median_s: float = Field(0.0, ge=0)
-    """Seconds of the environment's reply between two turns: the median of a log-normal distribution."""
+    """Seconds of the environment's reply to each turn, the last one too, where there are several: the median of a
+    log-normal distribution."""
     sigma: float = Field(0.0, ge=0, le=5)
     """Of its logarithm."""
     reward_s: float = Field(0.0, ge=0)

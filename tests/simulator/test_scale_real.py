@@ -72,6 +72,14 @@ def test_turns_wait_as_often_and_cost_as_much_anew_in_model_and_workers() -> Non
     assert real.refilled_tokens == pytest.approx(modelled.refilled_tokens, rel=0.2), (real, modelled)
 
 
+def test_trajectories_shorter_than_their_turns_end_in_model_and_workers() -> None:
+    short = job(
+        environment={"turns": 4, "median_s": 10.0}, lengths={"median": 2.0}, job={"steps": 1, "warmup_steps": 1}
+    )  # fmt: skip
+    real, modelled = run_real("laminar", short), run_policy("laminar", short)
+    assert real.step_s == pytest.approx(modelled.step_s, rel=0.25), (real, modelled)
+
+
 @pytest.mark.slow
 def test_none_of_equal_engines_is_sent_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token stands for 256: one engine had made 2 of them where others would have made 9, and rested for minutes."""

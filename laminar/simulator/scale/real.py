@@ -25,6 +25,7 @@ from laminar.simulator.scale.job import Job
 from laminar.simulator.scale.meters import Meter, Outcome
 from laminar.simulator.scale.policies import POLICIES, Pipeline, Repack
 from laminar.simulator.scale.real_engine import (
+    LAST,
     STOP,
     CostConversation,
     CostEngine,
@@ -125,7 +126,7 @@ class RealCluster(Cluster):
             conversation=cast(Any, CostConversation(self.grain)),
             pool=self.pool,
             held_out=None,
-            stop_token_ids=[STOP],
+            stop_token_ids=[STOP, LAST],
         )
         await rollout_main(run, equipment, slot.stop)
 

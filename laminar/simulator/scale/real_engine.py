@@ -29,7 +29,10 @@ TOKENS = 64
 TELL_S = 2.0
 """Between two chunks of a request that still runs."""
 LEAST_S = 1e-6
-STOP, POLICY, ENVIRONMENT = 2, 3, 1
+STOP, POLICY, ENVIRONMENT, LAST = 2, 3, 1, 4
+"""`LAST` stops the last turn of a trajectory, which may have fewer than `environment.turns`."""
+FAREWELL = "!"
+"""What `LAST` says to the environment."""
 LOGPROB = -0.5
 
 
@@ -111,6 +114,8 @@ class CostEngine:
         self._whole: dict[Key, int] = {}
         self._real: dict[Key, int] = {}
         """Real tokens of the turn, of which `_whole` simulated ones are made."""
+        self._stop: dict[Key, int] = {}
+        """What the turn ends with."""
         self._cached: dict[Key, int] = {}
         self._changed = asyncio.Event()
         self._tell_at = 0.0
@@ -175,6 +180,7 @@ class CostEngine:
         self._keys[request_id] = key
         self._told[key], self._whole[key], self._real[key] = done, whole, real[turn]
         self._cached[key] = self._version
+        self._stop[key] = LAST if turn + 1 == len(turns) else STOP
         queue = self._queues[key] = asyncio.Queue()
         self.engine.submit(Request(key, tokens, real[turn] * (whole - done) / whole, prefill))
         self._changed.set()
@@ -258,7 +264,7 @@ class CostEngine:
     def _finish(self, key: Key) -> None:
         rest = max(1, self._whole[key] - self._told[key])
         queue = self._queues.pop(key)
-        queue.put_nowait(Chunk([POLICY] * (rest - 1) + [STOP], [LOGPROB] * rest, "stop"))
+        queue.put_nowait(Chunk([POLICY] * (rest - 1) + [self._stop[key]], [LOGPROB] * rest, "stop"))
 
     def _take(self, key: Key) -> None:
         self._queues.pop(key, None)
@@ -312,7 +318,8 @@ class CostHost:
     async def step(self, prompt: Prompt, state: str, reply: str) -> Turn:
         self._calls += 1
         await asyncio.sleep(self.job.acting_s((self._calls, len(reply)), int(state)))
-        return Turn([{"role": "tool", "content": "again"}], state=str(int(state) + 1))
+        done = reply.endswith(FAREWELL)
+        return Turn([{"role": "tool", "content": "again"}], state=str(int(state) + 1), done=done)
 
     async def score(self, prompt: Prompt, transcript: Transcript) -> Score:
         await asyncio.sleep(self.job.settings.environment.reward_s)
@@ -335,4 +342,4 @@ class CostConversation:
         return [ENVIRONMENT]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "." * len(ids)
+        return "".join(FAREWELL if id == LAST else "." for id in ids)

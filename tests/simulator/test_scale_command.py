@@ -82,6 +82,18 @@ def test_a_table_and_a_picture(here: Path) -> None:
     assert (here / "small.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_recorded_lengths_that_are_cut_are_told(here: Path) -> None:
+    (here / "long.jsonl").write_text('{"tokens": 100}\n{"tokens": 40000}\n{"tokens": 16384}\n')
+    arguments = ["simulate", "small.toml", "--set", "lengths.trace=long.jsonl"]
+    says = "lengths.trace: 1 of 3 lengths are above job.max_tokens = 16,384, up to 40,000, and are cut"
+    text = " ".join(CliRunner().invoke(app, arguments).output.split())
+    facts, table = text.split("staleness", 1)
+    assert says in facts and says in table, text
+    assert says in json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["untold"]
+    kept = CliRunner().invoke(app, [*arguments, "--set", "job.max_tokens=40000"])
+    assert kept.exit_code == 0 and "are cut" not in " ".join(kept.output.split())
+
+
 def test_json_is_the_same_each_time(here: Path) -> None:
     first, second = (CliRunner().invoke(app, ["simulate", "small.toml", "--json", "-o", "x.png"]) for _ in range(2))
     assert first.exit_code == 0 and first.output == second.output

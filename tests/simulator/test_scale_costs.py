@@ -217,6 +217,27 @@ def test_a_trace_is_drawn_from_and_a_bad_one_is_explained(tmp_path: Path) -> Non
     recorded = read_trace(tmp_path / "t.jsonl", "n")
     lengths = Lengths(samples=2, longest=8, seed=0, median=1, sigma=1, recorded=recorded)
     assert set(lengths.of_groups(range(100)).ravel().tolist()) == {7, 8}
-    for name, column in (("t.parquet", "no"), ("t.jsonl", "no"), ("t.csv", "n"), ("absent.jsonl", "n")):
-        with pytest.raises(ConfigError, match=r"lengths\.trace"):
-            read_trace(tmp_path / name, column)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "says"),
+    [
+        ("t.parquet", "no", r"no column 'no'; set lengths\.column to one of tokens, hole"),
+        ("t.parquet", "hole", r"has nan in its column 'hole', row 2: .* correct it"),
+        ("t.jsonl", "no", r"no positive number in its column 'no', of 3 rows; set lengths\.column"),
+        ("t.jsonl", "n", r"has inf in its column 'n', line 3: a length is a finite number; correct it"),
+        ("large.jsonl", "n", r"has an integer of 1329 bits in its column 'n', line 1"),
+        ("broken.jsonl", "n", r"line 2 is no JSON .*; correct the file"),
+        ("t.csv", "n", r"must be a \.parquet or \.jsonl file; convert it"),
+        ("absent.jsonl", "n", r"cannot be read: .*; correct the path"),
+    ],
+)
+def test_a_bad_trace_is_refused_with_its_place_and_a_remedy(
+    tmp_path: Path, name: str, column: str, says: str
+) -> None:  # fmt: skip
+    pq.write_table(pa.table({"tokens": [5, 50], "hole": [5.0, math.nan]}), tmp_path / "t.parquet")
+    (tmp_path / "t.jsonl").write_text('{"n": 7}\n\n{"n": Infinity}\n{"n": 9}\n')
+    (tmp_path / "large.jsonl").write_text(f'{{"n": {10**400}}}\n')
+    (tmp_path / "broken.jsonl").write_text('{"n": 7}\n{"n": \n')
+    with pytest.raises(ConfigError, match=r"lengths\.trace = .*" + says):
+        read_trace(tmp_path / name, column)

@@ -53,7 +53,7 @@ def run_cluster(path: Path, overrides: list[str], output: Path | None, *, as_jso
         say(Text(json.dumps(report.as_json(job, outcomes), indent=1)))
     else:
         say(Text())
-        say(report.table(outcomes))
+        say(report.table(job, outcomes))
     title = f"{path.stem}: {settings.model.name}, {settings.cluster.gpus} GPUs"
     drawn = draw(outcomes, title, picture)
     if not as_json:

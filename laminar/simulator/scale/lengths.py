@@ -4,8 +4,10 @@ seed alone, so that all policies, and the real workers, generate the same."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,6 +51,17 @@ class Lengths:
             drawn = np.rint(source.lognormal(np.log(self.median), self.sigma, size=size))
         return np.clip(drawn, 1, self.longest).astype(np.int64)
 
+    @property
+    def untold(self) -> str:
+        """How many recorded lengths no trajectory may have, and what becomes of them; empty if there are none."""
+        cut = 0 if self.recorded is None else int((self.recorded > self.longest).sum())
+        if self.recorded is None or not cut:
+            return ""
+        return (
+            f"lengths.trace: {cut:,} of {len(self.recorded):,} lengths are above job.max_tokens = {self.longest:,}, up "
+            f"to {self.recorded.max():,.12g}, and are cut to that; raise job.max_tokens to have them as recorded"
+        )
+
     def mean(self) -> float:
         """Of many."""
         return float(self._many().mean())
@@ -64,22 +77,71 @@ class Lengths:
 
 
 def read_trace(path: Path, column: str) -> np.ndarray:
-    """The positive numbers of a column of a .parquet or .jsonl file. Raises ConfigError."""
+    """The positive numbers of a column of a .parquet or .jsonl file. Raises ConfigError, and so for one that is not
+    finite."""
+    name = f"lengths.trace = {str(path)!r}"
     try:
         if path.suffix == ".parquet":
-            import pyarrow.parquet as pq
-
-            if column not in pq.read_schema(path).names:
-                raise ConfigError(f"lengths.trace = {str(path)!r} has no column {column!r} (lengths.column)")
-            values = pq.read_table(path, columns=[column])[column].to_pylist()
+            values = _parquet_column(path, column)
         elif path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-            values = [row.get(column) if isinstance(row, dict) else None for row in rows]
+            values = _jsonl_column(path, column)
         else:
-            raise ConfigError(f"lengths.trace = {str(path)!r} must be a .parquet or .jsonl file")
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"lengths.trace = {str(path)!r} cannot be read: {e}") from e
-    lengths = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool) and v > 0]
+            raise ConfigError(f"{name} must be a .parquet or .jsonl file; convert it, or name another")
+    except OSError as e:
+        raise ConfigError(f"{name} cannot be read: {e}; correct the path, which is relative to the TOML file") from e
+    except ValueError as e:
+        raise ConfigError(f"{name} cannot be read: {e}; correct the file, or name another") from e
+    lengths = []
+    for place, value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not _is_finite(value):
+            raise ConfigError(
+                f"{name} has {_shown(value)} in its column {column!r}, {place}: a length is a finite number; correct "
+                "it, or leave it out"
+            )
+        if value > 0:
+            lengths.append(value)
     if not lengths:
-        raise ConfigError(f"lengths.trace = {str(path)!r} has no positive number in its column {column!r}")
+        raise ConfigError(
+            f"{name} has no positive number in its column {column!r}, of {len(values)} rows; set lengths.column to the "
+            "column of the lengths"
+        )
     return np.array(lengths, dtype=float)
+
+
+def _parquet_column(path: Path, column: str) -> list[tuple[str, Any]]:
+    import pyarrow.parquet as pq
+
+    names = pq.read_schema(path).names
+    if column not in names:
+        raise ConfigError(
+            f"lengths.trace = {str(path)!r} has no column {column!r}; set lengths.column to one of {', '.join(names)}"
+        )
+    values = pq.read_table(path, columns=[column])[column].to_pylist()
+    return [(f"row {number}", value) for number, value in enumerate(values, 1)]
+
+
+def _jsonl_column(path: Path, column: str) -> list[tuple[str, Any]]:
+    result = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as e:
+            raise ValueError(f"line {number} is no JSON ({e})") from e
+        result.append((f"line {number}", row.get(column) if isinstance(row, dict) else None))
+    return result
+
+
+def _is_finite(value: float) -> bool:
+    """Of a number that an array can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _shown(value: float) -> str:
+    return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else str(value)

@@ -33,10 +33,10 @@ def facts(job: Job) -> str:
         f"training {costs.train.tokens_per_s:,.0f} tokens/s a GPU; publish {costs.weights.publish_s:.2f} s, "
         f"into an engine {costs.weights.load_s:.2f} s",
     ]
-    return "\n".join([*lines, *([costs.untold] if costs.untold else [])])
+    return "\n".join([*lines, *filter(None, [costs.untold, job.lengths.untold])])
 
 
-def table(outcomes: Sequence[Outcome]) -> RenderableType:
+def table(job: Job, outcomes: Sequence[Outcome]) -> RenderableType:
     """A row a policy; the last one is compared with the others."""
     grid = Table(box=None, header_style="bold", padding=(0, 1), pad_edge=False)
     for column in COLUMNS:
@@ -63,7 +63,8 @@ def table(outcomes: Sequence[Outcome]) -> RenderableType:
         "GPUs: generating + training. idle: of GPU time. staleness: of trained trajectories, in versions. "
         f"last is: {best.policy} / this, in tokens/s (prompts counted)."
     )
-    return Group(grid, Text(notes, style="dim"), Text(says, style="dim"))
+    below = [notes, says, *filter(None, [job.lengths.untold])]
+    return Group(grid, *(Text(text, style="dim") for text in below))
 
 
 def as_json(job: Job, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -71,6 +72,6 @@ def as_json(job: Job, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return {
         "settings": job.settings.model_dump(mode="json"),
         "batch_limit": job.batch_limit,
-        "untold": job.costs.untold,
+        "untold": "\n".join(filter(None, [job.costs.untold, job.lengths.untold])),
         "outcomes": [o.as_json() for o in outcomes],
     }

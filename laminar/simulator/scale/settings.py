@@ -107,7 +107,8 @@ class EnvironmentSection(Section):
 
 class RolloutSection(Section):
     gpus: int = Field(0, ge=0)
-    """GPUs that generate, where others train; 0: as many as balance both, for each policy."""
+    """GPUs that generate, where others train; 0: for each policy, the fastest of the splits by eighths that are tried
+    on some steps of the job, or of a quarter or a half of it."""
     max_running: int = Field(256, ge=1)
     """Trajectories that one engine generates at once; 256 is vLLM's default."""
     repack_interval: float = Field(5.0, gt=0)
@@ -173,7 +174,7 @@ class Settings(Section):
         if self.rollout.gpus >= self.cluster.gpus and self.rollout.gpus:
             raise ValueError(
                 f"rollout.gpus = {self.rollout.gpus} leaves none of cluster.gpus = {self.cluster.gpus} to train on; "
-                "lower it, or 0 to have both balanced"
+                "lower it, or 0 to have the fastest of some splits"
             )
         if self.rollout.max_running < job.samples_per_prompt:
             raise ValueError(

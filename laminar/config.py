@@ -11,16 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from laminar.buffer.keys import RUN_NAME
-from laminar.config_places import SECTION, CoordinationConfig, StorageConfig
+from laminar.config_places import CoordinationConfig, Section, StorageConfig
 from laminar.config_values import explain_all, overridden, refuse_secrets
 from laminar.errors import ConfigError
-
-
-class Section(BaseModel):
-    model_config = SECTION
 
 
 class RunConfig(Section):
@@ -67,7 +63,7 @@ class PromptsConfig(Section):
     fixture's words."""
     dataset: str = ""
     """Name of the reasoning-gym or Hugging Face data set, or path of the file."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Keyword arguments of the data set (reasoning-gym: its config; huggingface: `split`, `name`). No secrets: the
     hub's token comes from HF_TOKEN."""
 
@@ -94,7 +90,7 @@ class PromptsConfig(Section):
 class EnvironmentConfig(Section):
     name: str = "single-turn"
     """`single-turn`, `calculator`, or `module:name` of an Environment."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Keyword arguments of the environment. No secrets: it reads them from environment variables."""
 
     @field_validator("options")
@@ -110,7 +106,7 @@ class EnvironmentConfig(Section):
 class RewardConfig(Section):
     name: str = "reasoning-gym"
     """`reasoning-gym`, `exact`, `http`, or `module:name` of a function (prompt, transcript) -> Score or float."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field({})
     """Keyword arguments of the reward (http: `url`, and `api_key_env`, the name of the environment variable that holds
     its key). No secrets: they would be written to `run.json`."""
 
@@ -145,7 +141,7 @@ class SamplingConfig(Section):
     """Must be 0, for the same reason."""
     repetition_penalty: float = 1.0
     """Must be 1, for the same reason."""
-    chat_template_options: dict[str, Any] = {}
+    chat_template_options: dict[str, Any] = Field({})
     """Keyword arguments of the tokenizer's chat template (such as `enable_thinking`)."""
 
     @model_validator(mode="after")
@@ -331,7 +327,7 @@ class LoggingConfig(Section):
     """INFO tells the story of the run, DEBUG of each trajectory."""
     tensorboard: bool = True
     """Write TensorBoard files under the store (local stores only)."""
-    sinks: list[Literal["wandb", "trackio"]] = []
+    sinks: list[Literal["wandb", "trackio"]] = Field([])
     """Further metric sinks, if installed."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from laminar.buffer.etcd_access import PASSWORD_VARIABLE, EtcdAccess
 from laminar.buffer.s3 import check_endpoint
+from laminar.config_values import refuse_disguised
 from laminar.errors import ConfigError
 
 SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -14,6 +15,13 @@ SECTION = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True,
 
 class Section(BaseModel):
     model_config = SECTION
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number_in_disguise(cls, value: object, info: ValidationInfo) -> object:
+        """`"16"` and `true` are no numbers."""
+        refuse_disguised(value, cls.model_fields[str(info.field_name)].annotation)
+        return value
 
 
 class StorageConfig(Section):

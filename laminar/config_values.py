@@ -11,9 +11,11 @@ import difflib
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticKnownError
 
 from laminar.errors import ConfigError
 
@@ -62,11 +64,12 @@ def refuse_secrets(value: object, path: str, remedy: str) -> None:
 
 def read_override(raw: str, annotation: object) -> Any:
     """The value of `--set section.key=RAW` for a field of this type: TOML, or the text itself where a text is wanted
-    and RAW is no quoted one (`run.name=2026`), or where RAW is no TOML (`run.name=warm`)."""
+    and RAW is no quoted one (`run.name=2026`), or where RAW is no TOML (`run.name=warm`). A number may be written as
+    TOML does not have it (`.5`)."""
     try:
         value = tomllib.loads(f"v = {raw}")["v"]
     except tomllib.TOMLDecodeError:
-        return raw
+        return _number(raw) if _only_numbers(annotation) else raw
     return raw.strip() if _wants_text(annotation) and not isinstance(value, str) else value
 
 
@@ -74,6 +77,40 @@ def _wants_text(annotation: object) -> bool:
     if get_origin(annotation) is Literal:
         return all(isinstance(choice, str) for choice in get_args(annotation))
     return annotation is str
+
+
+def _number(raw: str) -> float | str:
+    """RAW itself if it is none."""
+    for kind in (int, float):
+        try:
+            return kind(raw)
+        except ValueError:
+            continue
+    return raw
+
+
+def _types_of(annotation: object) -> set[object]:
+    """The types that single values of it have, within lists and tables too."""
+    parts = get_args(annotation)
+    if not parts or get_origin(annotation) is Literal:
+        return {annotation}
+    values = parts[1:] if get_origin(annotation) is dict else parts
+    return set().union(*map(_types_of, values))
+
+
+def _only_numbers(annotation: object) -> bool:
+    return bool(_types_of(annotation) & {int, float}) and _types_of(annotation) <= {int, float, NoneType, Ellipsis}
+
+
+def refuse_disguised(value: object, annotation: object) -> None:
+    """Raises PydanticKnownError where only numbers are meant, and a text or a truth value would pass for one."""
+    if not _only_numbers(annotation):
+        return
+    if isinstance(value, str | bool):
+        raise PydanticKnownError("float_type" if float in _types_of(annotation) else "int_type")
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for item in inner:
+        refuse_disguised(item, annotation)
 
 
 def overridden(data: Mapping[str, Any], overrides: Sequence[str], tree: type[BaseModel]) -> dict[str, Any]:

@@ -51,6 +51,29 @@ def test_numbers_that_cannot_be_meant_are_refused_by_name(section: str, values: 
         config(section, **values)
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value", "says"),
+    [
+        ("run", "max_steps", "16", "run.max_steps = '16': a whole number is expected"),
+        ("run", "max_steps", True, "run.max_steps = True: a whole number is expected"),
+        ("trainer", "max_staleness", "2", "trainer.max_staleness = '2': a whole number is expected"),
+        ("trainer", "learning_rate", "1e-6", "trainer.learning_rate = '1e-6': a number is expected"),
+        ("trainer", "betas", [True, "0.9"], "trainer.betas = .*: a number is expected"),
+        ("coordination", "lease_ttl", True, "coordination.lease_ttl = True: a number is expected"),
+    ],
+)
+def test_texts_and_truth_values_are_no_numbers(section: str, name: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(section, **{name: value})
+
+
+def test_a_number_of_set_may_be_written_as_toml_does_not_have_it() -> None:
+    assert config(overrides=("trainer.weight_decay=.5", "run.max_steps=007")).trainer.weight_decay == 0.5
+    assert config(overrides=("run.max_steps=1e3", "trainer.max_staleness=2")).run.max_steps == 1000
+    with pytest.raises(ConfigError, match=r"run\.max_steps = 'many': a whole number is expected"):
+        config(overrides=("run.max_steps=many",))
+
+
 def test_the_port_that_rdma_uses_exists() -> None:
     """65536 is none: the kernel would take any free one for it, and firewalls would not let it through."""
     for transport in ("auto", "verbs"):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from laminar.config_places import SECTION
+from laminar.config_places import Section
 from laminar.config_values import explain_all, overridden
 from laminar.errors import ConfigError
 from laminar.simulator.scale.policies import POLICIES
@@ -21,10 +21,6 @@ from laminar.simulator.scale.published import GPUS, MODELS
 MEASURED = "measured"
 AHEAD_STEPS = 4
 MOST_GPUS = 100_000
-
-
-class Section(BaseModel):
-    model_config = SECTION
 
 
 class ClusterSection(Section):
@@ -118,7 +114,7 @@ class RolloutSection(Section):
 class CostsSection(Section):
     """What was measured, in place of what follows from model and GPU; 0 or empty: that."""
 
-    decode: list[tuple[float, float, float]] = []
+    decode: list[tuple[float, float, float]] = Field([])
     """Rows of batch, tokens in the KV cache, and seconds of a decode step."""
     kv_tokens: int = Field(0, ge=0)
     """Of one engine's KV cache."""
@@ -146,7 +142,7 @@ class CostsSection(Section):
 
 
 class CompareSection(Section):
-    policies: list[str] = ["synchronous", "one-step", "stream", "partial", "laminar"]
+    policies: list[str] = Field(["synchronous", "one-step", "stream", "partial", "laminar"])
     """Which policies to run; the last one is what the others are compared with."""
 
     @field_validator("policies")

@@ -329,15 +329,19 @@ class Pull:
         return [Fetch(self.peer, self.missing.copy())]
 
     def _seek(self, now: float) -> list[Effect]:
-        """Try one more candidate, if it is time."""
+        """Try one more candidate, if it is time: of those that failed least, the best. Near ones that fail at once,
+        such as names that do not resolve, would else be tried again and again before those behind them."""
         if self.phase is not Phase.SEEKING:
             return []
         if self.tried and now < max(self.tried.values()) + STAGGER_S:
             return []
-        for candidate in self._candidates:
-            blame = self._blame.get(candidate.relay)
-            if candidate.relay not in self.tried and (blame is None or blame.until <= now):
-                self.tried[candidate.relay] = now
-                self._held_only[candidate.relay] = candidate.held_only
-                return [Ask(candidate.relay, self.acceptable, candidate.held_only)]
-        return []
+        free = [c for c in self._candidates if c.relay not in self.tried and self._blamed(c.relay).until <= now]
+        if not free:
+            return []
+        candidate = min(free, key=lambda c: self._blamed(c.relay).failures)
+        self.tried[candidate.relay] = now
+        self._held_only[candidate.relay] = candidate.held_only
+        return [Ask(candidate.relay, self.acceptable, candidate.held_only)]
+
+    def _blamed(self, relay: str) -> _Blame:
+        return self._blame.get(relay, _Blame())

@@ -105,6 +105,25 @@ def test_who_refused_is_asked_again_later_and_those_behind_only_for_what_they_ho
     assert pull.tick(RETRY_S) == [Ask("master", (NAME,), held_only=False)]
 
 
+def test_many_that_fail_at_once_keep_nobody_behind_them_from_being_asked() -> None:
+    """Sixty names that do not resolve, each told a tenth of a second after it was asked; only the farthest lives."""
+    dead = [f"dead-{i}" for i in range(60)]
+    pull, effects = pull_of("alive", *dead)
+    now, asked = 0.0, []
+    while not pull.peer and now < 60.0:
+        asked += [e.relay for e in effects if isinstance(e, Ask)]
+        now = round(now + 0.1, 6)
+        effects = pull.joined("alive", now) if asked[-1] == "alive" else pull.failed(asked[-1], "no such name", now)
+    assert pull.peer == "alive" and asked == [*reversed(dead), "alive"]
+
+
+def test_of_those_that_failed_as_often_the_nearest_is_asked_again_first() -> None:
+    pull, _ = pull_of("master", "before")
+    assert pull.failed("before", "refused", 0.0)[-1] == Ask("master", (NAME,), held_only=False)
+    pull.failed("master", "refused", 0.0)
+    assert pull.tick(RETRY_S) == [Ask("before", (NAME,), held_only=False)]
+
+
 def test_a_new_epoch_forgets_old_refusals() -> None:
     pull, _ = pull_of("master")
     pull.failed("master", "refused", 0.0)

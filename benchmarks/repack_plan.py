@@ -22,8 +22,9 @@ from dataclasses import replace
 
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Load
+from laminar.workers.draining import Draining, Unfinished
 from laminar.workers.managing.slowness import WINDOW_S, Window, slow
-from laminar.workers.repack import Draining, Unfinished, evacuate, plan
+from laminar.workers.repack import evacuate, plan
 
 INTERVAL_S = 5
 

@@ -147,7 +147,8 @@ def experience_row(group: int, sample: int) -> dict[str, Any]:
 
 
 def write_tables(root: Path) -> None:
-    lance = pytest.importorskip("lance")
+    import lance
+
     experience = [experience_row(group, sample) for group in range(13) for sample in range(SAMPLES)]
     trained = [row for row in experience if row["group"] < 11]
     steps = [

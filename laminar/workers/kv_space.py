@@ -7,15 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from laminar.workers.repack import Draining, Unfinished
+from laminar.workers.draining import MAX_KV_SHARE, Draining, Unfinished
 
-MAX_KV_SHARE = 0.99
-"""Of a KV cache that a plan fills, growth included (the paper's C_max)."""
 DEVIATIONS = 1.0
 """Of the tokens at a moment to come, in standard deviations above what is expected, that a plan leaves room for."""
 MOMENTS = np.array([0.0, *2.0 ** np.arange(-5, 1)])

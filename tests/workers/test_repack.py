@@ -15,18 +15,9 @@ from hypothesis import strategies as st
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.records import Load
 from laminar.workers import kv_space, repack
-from laminar.workers.kv_space import MAX_KV_SHARE, MOMENTS, outlooks, tokens_at
-from laminar.workers.repack import (
-    HAND_OVER_S,
-    Draining,
-    Handing,
-    Unfinished,
-    evacuate,
-    free_slots,
-    held_s,
-    plan,
-    refill_s,
-)
+from laminar.workers.draining import MAX_KV_SHARE, Draining, Unfinished, free_slots
+from laminar.workers.kv_space import MOMENTS, outlooks, tokens_at
+from laminar.workers.repack import HAND_OVER_S, Handing, evacuate, held_s, plan, refill_s
 
 
 def draining(

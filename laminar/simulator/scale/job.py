@@ -15,7 +15,7 @@ from laminar.simulator.scale.engine import Engine, Key, Request
 from laminar.simulator.scale.lengths import Lengths, read_trace
 from laminar.simulator.scale.published import GPUS, MASTER_BYTES_PER_S, MODELS
 from laminar.simulator.scale.settings import MEASURED, CostsSection, Settings
-from laminar.workers.kv_space import MAX_KV_SHARE
+from laminar.workers.draining import MAX_KV_SHARE
 
 MEASURED_BYTES = 1e9
 """Of a version, where nothing says how large it is."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from laminar.buffer.keys import parse_trajectory
 from laminar.simulator.scale.engine import Request
 from laminar.simulator.scale.rollout import Rollout
-from laminar.workers.kv_space import MAX_KV_SHARE
+from laminar.workers.draining import MAX_KV_SHARE, Draining
 from laminar.workers.managing.repacking import QUIET_S
-from laminar.workers.repack import HAND_OVER_S, Draining, Handing, plan
+from laminar.workers.repack import HAND_OVER_S, Handing, plan
 
 if TYPE_CHECKING:
     from laminar.simulator.scale.flowing import Flowing

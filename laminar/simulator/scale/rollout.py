@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from laminar.simulator.scale.engine import Key
 from laminar.simulator.scale.job import Job
-from laminar.workers.repack import Draining, Unfinished
+from laminar.workers.draining import Draining, Unfinished
 from laminar.workers.rollouts.reporting import Lengths
 
 BLIND_GROWTH, BLIND_STEP_S = 1, 1e6

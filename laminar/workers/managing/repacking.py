@@ -21,9 +21,10 @@ from laminar.buffer.coordination import Delete, KeyValue, Transaction, absent, u
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import Cursor, Load, Move, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Run
+from laminar.workers.draining import Draining
 from laminar.workers.managing.slowness import Window, slow
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.repack import Draining, Handing, evacuate, plan
+from laminar.workers.repack import Handing, evacuate, plan
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ from laminar.buffer.claims import Held
 from laminar.buffer.coordination import Delete, KeyValue, Transaction, created_at, unchanged
 from laminar.buffer.records import Load, Moves
 from laminar.errors import CoordinationUnavailable
-from laminar.workers.kv_space import MAX_KV_SHARE
+from laminar.workers.draining import MAX_KV_SHARE, free_slots
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.repack import free_slots
 from laminar.workers.rollouts.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -108,6 +108,8 @@ class Load(Record):
     holds a slot too. None: unknown."""
     acting: int = 0
     """Trajectories that wait for their environment."""
+    acting_tokens: int = 0
+    """Of these: they are in no KV cache, and come back into it."""
     evaluating: bool = False
     resting: bool = False
     switching: bool = False

@@ -36,7 +36,8 @@ class Unfinished:
 class Draining:
     """A rollout that drains, or, as a target of `evacuate`, any other. `kv_tokens` may exceed the sum of its `tail`;
     `settled`: nothing keeps it but its tail (no environment that acts, no evaluation), so that it is free without.
-    `room`: trajectories that it takes beside its tail, whatever its batch limit."""
+    `room`: trajectories that it takes beside its tail, whatever its batch limit. `acting` wait for their environment,
+    and come back into the batch and with `acting_tokens` into the KV cache."""
 
     id: str
     version: int
@@ -48,6 +49,8 @@ class Draining:
     waiting: int = 0
     room: int = UNBOUNDED
     settled: bool = True
+    acting: int = 0
+    acting_tokens: int = 0
     step_s: float = TYPICAL_STEP_S
     prefill_tokens_per_s: float = TYPICAL_PREFILL
 
@@ -65,17 +68,20 @@ class Draining:
             waiting=load.waiting,
             room=free_slots(load),
             settled=not load.acting and not load.evaluating,
+            acting=load.acting,
+            acting_tokens=load.acting_tokens,
             step_s=load.step_s or TYPICAL_STEP_S,
             prefill_tokens_per_s=load.prefill_tokens_per_s or TYPICAL_PREFILL,
         )
 
     @cached_property
     def used(self) -> int:
-        return max(self.kv_tokens, sum(t.tokens for t in self.tail))
+        """Tokens in its KV cache, now or once all that it has is in a batch."""
+        return max(self.kv_tokens, sum(t.tokens for t in self.tail)) + self.acting_tokens
 
     @cached_property
     def beside(self) -> int:
-        """Tokens in its KV cache that are not of its tail."""
+        """Those of them that are not of its tail."""
         return self.used - sum(t.tokens for t in self.tail)
 
     @cached_property
@@ -86,16 +92,18 @@ class Draining:
     @property
     def slots(self) -> int:
         """Trajectories that it takes without becoming slow."""
-        return min(self.batch_limit - len(self.tail), self.room)
+        return min(self.batch_limit - len(self.tail) - self.acting, self.room)
 
     def is_candidate(self) -> bool:
         """Nothing waits in it, and it is below both limits: the tail of a drain, not its bulk."""
-        below = self.used < MAX_KV_SHARE * self.kv_capacity and len(self.tail) < self.batch_limit
+        batch = len(self.tail) + self.acting
+        below = self.used < MAX_KV_SHARE * self.kv_capacity and batch < self.batch_limit
         return bool(self.tail) and not self.waiting and below
 
     def taking(self, tail: Sequence[Unfinished]) -> Draining:
         tokens = self.used + sum(t.tokens for t in tail)
-        filled = replace(self, tail=(*self.tail, *tail), kv_tokens=tokens, room=self.room - len(tail))
+        held = tokens - self.acting_tokens
+        filled = replace(self, tail=(*self.tail, *tail), kv_tokens=held, room=self.room - len(tail))
         # A plan fills some places with many tails, one after the other: what is known is not summed up each time.
         filled.__dict__.update(used=tokens, longest=max([self.longest, *(t.growth for t in tail)]))
         return filled

@@ -68,7 +68,8 @@ def clusters(draw: st.DrawFn) -> list[Draining]:
                 id=f"r{i}", version=source.randint(5, 7), kv_tokens=used + source.choice((0, 0, 100)),
                 kv_capacity=source.choice((500, 3000, 20_000)), batch_limit=source.randint(1, 12), tail=tail,
                 waiting=source.choice((0, 0, 0, 1)), room=source.choice((-1, 0, 2, 5, 100)),
-                settled=source.random() < 0.9,
+                settled=source.random() < 0.9, acting=(acting := source.choice((0, 0, 0, 2, 6))),
+                acting_tokens=acting * source.choice((0, 50, 400)),
                 step_s=source.choice((0.0, 0.02, 1)), prefill_tokens_per_s=source.choice((50.0, 4000.0)),
             )
         )  # fmt: skip
@@ -91,7 +92,7 @@ def test_a_plan_keeps_its_promises(rollouts: list[Draining]) -> None:
     assert all(before[h.source].version == before[h.target].version for h in handings)
     for target in targets:
         r = now[target]
-        assert len(r.tail) <= r.batch_limit and r.room >= 0 and r.used <= MAX_KV_SHARE * r.kv_capacity
+        assert len(r.tail) + r.acting <= r.batch_limit and r.room >= 0 and r.used <= MAX_KV_SHARE * r.kv_capacity
 
 
 @settings(max_examples=300, deadline=None)
@@ -137,6 +138,18 @@ def test_the_emptiest_go_wholly_into_the_fullest_that_takes_them() -> None:
     assert pairs(plan([a, b, c])) == {("c", "a")}, "c fills a up to 6 of 8; b has no place then"
     wide = [replace(r, batch_limit=16, kv_capacity=100_000) for r in (a, b, c)]
     assert pairs(plan(wide)) == {("c", "a"), ("b", "a")}
+
+
+def test_what_acts_comes_back_into_the_batch_and_the_cache() -> None:
+    """Two generate and fourteen act in A: a batch of sixteen that B's fourteen would make one of thirty."""
+    a = draining("a", *[250] * 2, growth=60, limit=16)
+    b = draining("b", *[250] * 14, growth=60, limit=16, first_group=9)
+    assert pairs(plan([a, b])) == {("a", "b")}
+    assert plan([replace(a, settled=False, acting=14), b]) == [], "neither a source nor a target"
+    few = replace(a, settled=False, acting=2, acting_tokens=500)
+    b = replace(b, tail=b.tail[:9], kv_tokens=9 * 250)
+    assert pairs(plan([few, b])) == {("b", "a")}
+    assert plan([replace(few, acting_tokens=7500), b]) == [], "they would fill the cache when they come back"
 
 
 def test_growth_counts_against_the_cache() -> None:

@@ -69,9 +69,15 @@ class Rollout:
             waiting=len(engine.waiting),
             room=self.room,
             settled=not self.acting,
+            acting=len(self.acting),
+            acting_tokens=sum(self._context(key) for key in self.acting),
             step_s=costs.decode.step_s(1, self.job.context) if growing else BLIND_STEP_S,
             prefill_tokens_per_s=costs.prefill_tokens_per_s,
         )
+
+    def _context(self, key: Key) -> int:
+        """Tokens once the environment has answered."""
+        return self.job.settings.job.prompt_tokens + sum(self.job.turns_of(key)[: self.turn[key]])
 
     def _unfinished(self, key: Key, *, growing: bool) -> Unfinished:
         tokens = round(self.engine.tokens_of(self.engine.running[key]))

@@ -182,7 +182,8 @@ class Mover:
     def _takes(self, load: Load, t: Trajectory, given: Given) -> bool:
         """The fit, checked again: the plan was made from an older report."""
         tokens = len(t.prompt_ids) + len(t.token_ids) + given.tokens
-        fits = load.kv_tokens + tokens <= MAX_KV_SHARE * load.kv_capacity and given.trajectories < free_slots(load)
+        held = load.kv_tokens + load.acting_tokens + tokens
+        fits = held <= MAX_KV_SHARE * load.kv_capacity and given.trajectories < free_slots(load)
         return fits and load.version == t.version and not load.switching
 
     async def _delete(self, kv: KeyValue) -> None:

@@ -96,6 +96,7 @@ class Reporter:
         r = self.rollout
         load, draining = r.engine.load_report(), r.draining()
         limit = min(load.batch_limit or r.capacity, r.capacity)
+        acting = [t for t in r.live.values() if t.turn_state == "acting" or not t.prompt_ids]
         return Load(
             version=r.engine.version,
             running=load.running,
@@ -110,7 +111,8 @@ class Reporter:
             step_s=round(load.step_s, 6),
             prefill_tokens_per_s=round(load.prefill_tokens_per_s, 1),
             room=r.room(),
-            acting=sum(t.turn_state == "acting" or not t.prompt_ids for t in r.live.values()),
+            acting=len(acting),
+            acting_tokens=sum(len(t.prompt_ids) + len(t.token_ids) for t in acting),
             evaluating=r.evaluator.running,
             switching=r.switching or r.stopping,
             resting=r.resting,

@@ -135,7 +135,10 @@ class Manager:
             worker = WorkerRecord.parse(kv.value).id
             version = loads[worker].version if worker in loads else -1
             result.append(Candidate(worker, kv.create_revision, version, owned.get(worker, 0)))
-        return [c for c in result if c.id not in self.repacker.resting] or result
+        # Who leaves, or changes its version, would find what it got gone, or give it away once more.
+        switching = {worker for worker, load in loads.items() if load.switching}
+        staying = [c for c in result if c.id not in switching]
+        return [c for c in staying if c.id not in self.repacker.resting] or staying or result
 
     async def _give_up(self, orphan: Held) -> None:
         """A claim that cannot go on is finished with an error status, never silently dropped."""

@@ -71,6 +71,21 @@ async def test_trajectories_of_a_dead_rollout_go_to_one_of_their_version() -> No
     assert world.under(KEYS.inbox("r-same")) == ["000000000000-000", "000000000000-001"]
 
 
+@pytest.mark.parametrize("others", [True, False])
+async def test_who_leaves_or_changes_its_version_gets_nothing_while_there_are_others(others: bool) -> None:
+    world = World()
+    manager, dead = await world.manager(), await world.member("rollout", "r-dead")
+    await world.report(await world.member("rollout", "r-leaving"), 3, switching=True)
+    if others:
+        await world.report(await world.member("rollout", "r-stays"), 5)
+    await draw(dead, version=3)
+    kill(dead)
+    async with manager.rollouts, manager.loads:
+        await manager.sweep()
+    owners = {held.claim.owner for held in (await world.claims()).values()}
+    assert owners == {"r-stays" if others else "r-leaving"}
+
+
 async def test_a_death_is_noticed_without_waiting_for_the_next_sweep() -> None:
     """Case 22: within a second of the key's end, not a lease time later."""
     world = World()

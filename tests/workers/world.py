@@ -55,10 +55,11 @@ class World:
         ledger = Ledger(member.run.coordination, KEYS, name, leadership)
         return member, StepLog(member.run.coordination, KEYS, ledger, self.storage)
 
-    async def report(self, rollout: Member, version: int) -> None:
+    async def report(self, rollout: Member, version: int, *, switching: bool = False) -> None:
         load = Load(
-            version=version, running=0, waiting=0, kv_tokens=0, kv_capacity=1, decode_tokens_per_s=0, draining=False
-        )
+            version=version, running=0, waiting=0, kv_tokens=0, kv_capacity=1, decode_tokens_per_s=0, draining=False,
+            switching=switching,
+        )  # fmt: skip
         await rollout.run.coordination.put(KEYS.load("rollout", rollout.id), load.dump(), lease=rollout.session.lease)
 
     async def claims(self) -> dict[tuple[int, int], Held]:

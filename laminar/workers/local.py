@@ -39,6 +39,7 @@ from laminar.workers.supervisor.etcd_process import EtcdProcess, find_etcd
 from laminar.workers.supervisor.etcd_restarts import restarted
 from laminar.workers.supervisor.etcd_upkeep import Upkeep
 from laminar.workers.supervisor.exclusion import Supervision, only_supervisor
+from laminar.workers.supervisor.hung import HUNG_S, Hung
 from laminar.workers.supervisor.preparation import Plan, plan_run, write_plan
 from laminar.workers.supervisor.run_etcd import coordination_service, reach
 from laminar.workers.supervisor.store_mark import write_mark
@@ -46,7 +47,7 @@ from laminar.workers.supervisor.supervision import Supervised, sign_off, uncount
 from laminar.workers.tables import open_table
 from laminar.workers.viewing.display import Display, write_line
 from laminar.workers.viewing.inspect import StoreView
-from laminar.workers.viewing.status import read_live
+from laminar.workers.viewing.status import LiveStatus, read_live
 from laminar.workers.viewing.story import EventHandler, Story
 from laminar.workers.viewing.summary import collect, summary
 
@@ -188,6 +189,7 @@ class LocalJob:
         self.etcd = etcd
         self.story = Story(keys.run, config.run.max_steps, asyncio.get_running_loop().time)
         self.clock = SystemClock()
+        self.hung = Hung(HUNG_S)
         self.ending = False
         self._trained: int | None = None
         logs = root / "logs"
@@ -295,6 +297,7 @@ class LocalJob:
                 self.keys = Keys(self.keys.run, live.generation)
                 self._trained = live.head.step if live.head is not None else 0
                 self.story.show(live)
+                self._end_hung(live)
                 if live.head is not None and live.head.state == "failed":
                     return "failed", live.head.reason
                 if live.head is not None and live.head.state == "done":
@@ -306,6 +309,13 @@ class LocalJob:
         self.story.event("stopping; the same command resumes the run")
         self.story.refresh()
         return "stopped", "stopped by a signal"
+
+    def _end_hung(self, live: LiveStatus) -> None:
+        here = socket.gethostname()
+        joined = {pid for host, pid in live.processes if host == here}
+        by_pid = {w.pid: w for w in self.workers if w.pid}
+        for pid in self.hung.look(by_pid.keys(), joined, self.clock.monotonic()):
+            by_pid[pid].end(f"has not been in the run for {HUNG_S:.0f} s, though its process lives")
 
     async def _drain(self, working: list[asyncio.Task[None]]) -> None:
         """The run has ended: rollouts and trainer leave by themselves, the committer commits what is registered."""

@@ -57,10 +57,10 @@ class RealRun:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(python_path or "")},
             )
 
-    def begin(self, step: int = 2, by_hand: Sequence[str] = ()) -> Observer:
+    def begin(self, step: int = 2, by_hand: Sequence[str] = (), python_path: Path | None = None) -> Observer:
         """Start, with further workers of the kinds `by_hand`, and wait until `step` steps are trained; what happens in
         etcd is seen from then on."""
-        self.start()
+        self.start(python_path)
         if not self.endpoints:
             self.until(lambda: _listens(self.run_endpoint()), "the run's etcd serves")
         seen = self.observe()

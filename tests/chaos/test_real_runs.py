@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from faults import next_step, overcome, victim_of
-from real_run import RealRun
+from real_run import REPOSITORY, RealRun
 from recording import Recorder
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -37,6 +37,30 @@ def test_kill_9_of_any_process_is_recovered(real_run: MakeRun, recorder: Recorde
     recovered, pid = overcome(seen, kind, victim), seen.workers(kind)[victim].pid
     os.kill(pid, signal.SIGKILL)
     recorder.fault(f"{kind} killed", run.until(recovered, f"the work of {victim} goes on without it"))
+    run.assert_ended_well()
+
+
+HUNG_AFTER_S = 15
+SOON_HUNG = f"""
+import sys
+if "run" in sys.orig_argv:
+    sys.path.insert(0, {str(REPOSITORY)!r})
+    from laminar.workers import local
+    local.HUNG_S = {HUNG_AFTER_S}
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["rollout", "trainer", "relay"])
+def test_a_worker_that_hangs_for_long_is_ended_and_begun_again(real_run: MakeRun, kind: str) -> None:
+    """Nobody wakes it: `laminar run` has to, after 15 s here in place of 15 minutes."""
+    run = real_run("run.max_steps=24")
+    (run.root / "sitecustomize.py").write_text(SOON_HUNG)
+    seen = run.begin(step=3, python_path=run.root)
+    victim = seen.workers(kind)[victim_of(run, seen, kind)].pid
+    os.kill(victim, signal.SIGSTOP)
+    run.until(lambda: f"(pid {victim}) has not been in the run for {HUNG_AFTER_S} s" in run.text(), "it is ended")
+    assert not psutil.pid_exists(victim)
     run.assert_ended_well()
 
 

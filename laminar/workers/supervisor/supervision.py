@@ -156,6 +156,17 @@ class Supervised:
         said = last_error(lines) if lines else "it wrote nothing"
         return f"{how_ended(code)}{f': {said}' if said else ''} (log: {self.log_file})"
 
+    @property
+    def pid(self) -> int:
+        """Of the living process; 0 if there is none."""
+        return self.child.pid if self.child is not None and self.child.returncode is None else 0
+
+    def end(self, why: str) -> None:
+        """Kill the process and what it has started; `run` starts another. No more than that helps one that hangs."""
+        if self.child is not None and self.pid and not self.stopping:
+            self.on_event(f"{self.name} (pid {self.pid}) {why}; it is ended")
+            self.child.kill_group()
+
     async def stop(self, grace_s: float) -> None:
         self.stopping = True
         if self.child is not None:

@@ -73,6 +73,8 @@ class LiveStatus:
     leaders: dict[str, str]
     workers: tuple[WorkerView, ...]
     progress: TrainerProgress | None
+    processes: frozenset[tuple[str, int]] = frozenset()
+    """Host and pid of each worker."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ async def read_state(coordination: Coordination, keys: Keys) -> LiveStatus:
         leaders={kv.key.rsplit("/", 1)[-1]: LeaderRecord.parse(kv.value).worker for kv in leaders},
         workers=_worker_views(workers, loads),
         progress=progress[0] if progress else None,
+        processes=frozenset((w.host, w.pid) for w in map(WorkerRecord.parse, (kv.value for kv in workers))),
     )
 
 

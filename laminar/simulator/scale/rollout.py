@@ -77,7 +77,7 @@ class Rollout:
 
     def _context(self, key: Key) -> int:
         """Tokens once the environment has answered."""
-        return self.job.settings.job.prompt_tokens + sum(self.job.turns_of(key)[: self.turn[key]])
+        return self.job.prompt_tokens + sum(self.job.turns_of(key)[: self.turn[key]])
 
     def _unfinished(self, key: Key, *, growing: bool) -> Unfinished:
         tokens = round(self.engine.tokens_of(self.engine.running[key]))

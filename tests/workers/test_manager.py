@@ -18,13 +18,14 @@ from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.incoming import write_copied
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.ledger import Ledger
+from laminar.buffer.memory import MemoryCoordination
 from laminar.buffer.partials import Partial, PartialLog, PartialRow
 from laminar.buffer.records import BatchDecision, EvaluationRequest, Retain, WeightsHead
 from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import BATCH, StepLog, decision_path
 from laminar.buffer.storage import FileInfo
-from laminar.errors import CoordinationUnavailable, StoreError
+from laminar.errors import CoordinationUnavailable, Fenced, StoreError
 from laminar.relay.holdings import Holdings
 from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
 from laminar.workers.managing.cleaning import STALE_S, step_of
@@ -467,6 +468,32 @@ async def test_a_replaced_manager_deletes_no_keys() -> None:
     with pytest.raises(Exception, match="no longer this worker's"):
         await manager.cleaner.clean()
     assert len(world.under(KEYS.inbox_root)) == 1
+
+
+async def test_a_manager_from_which_a_recovery_took_the_run_deletes_no_files() -> None:
+    """A recovery ends all leases, writes a new generation and removes the keys of the old one: to its manager, cut off
+    meanwhile, nothing is referred to any more."""
+    world = World()
+    manager, rollout = await world.manager(), await world.member("rollout", "r")
+    held = await draw(rollout)
+    incoming = await write_incoming(world.storage, "r", "r-0", [ended(*h.id) for h in held])
+    await rollout.ledger.finish(held, "r-0", incoming)
+    await world.storage.write("partials/r/000000.arrows", b"x")
+    await world.storage.write("batches/000000000000-r.arrow", b"x")
+    before = await world.paths()
+    kill(rollout)
+    kill(manager.member)
+    outside = MemoryCoordination(world.server)
+    for key in world.under(KEYS.prefix):
+        await outside.transact(Transaction((), (Delete(KEYS.prefix + key),)))
+    for part in (
+        manager.cleaner._partial_logs({"r"}),
+        manager.cleaner._segments(await world.storage.list("incoming"), set()),
+        manager.cleaner._batches([p for p in before if p.startswith("batches/")], set(), 0),
+    ):
+        with pytest.raises(Fenced):
+            await part
+    assert await world.paths() == before
 
 
 async def test_storage_that_fails_while_it_is_cleaned_does_not_end_the_managers_term(

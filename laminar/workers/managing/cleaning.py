@@ -12,9 +12,10 @@
 | temporary files                         | they are an hour old                                              |
 
 What the committer commits it deletes itself; it compacts the tables and drops their old versions (`commits.py`).
-Everything here stays true once it is: a manager that was replaced while it cleaned does no harm. Order matters: files
-and keys are listed first, then the living, then what refers to files. A worker that is not among the living never
-returns, so whatever could still name its files exists by then; and none whose key was listed has yet to join.
+Everything here stays true once it is: a manager that was replaced while it cleaned does no harm, and one from which a
+recovery took the run deletes nothing more. Order matters: files and keys are listed first, then the living, then what
+refers to files. A worker that is not among the living never returns, so whatever could still name its files exists by
+then; and none whose key was listed has yet to join.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class Cleaner:
         held = await all_claims(self.coordination, self.keys)
         unnamed = of_the_dead - {h.claim.source.worker for h in held.values()}
         for worker in sorted(unnamed):
+            await self.ledger.check_fence()
             await self.storage.delete_tree(f"partials/{worker}")
         return len(unnamed)
 
@@ -90,9 +92,15 @@ class Cleaner:
         for file in segments:
             if file.path in registered or (written_by(file.path, living) and file.modified_us >= oldest):
                 continue
-            await self.storage.delete(file.path)
+            await self._delete_file(file.path)
             deleted += 1
         return deleted
+
+    async def _delete_file(self, path: str) -> None:
+        """Raises Fenced where a recovery has taken the run from this manager: that removed the keys which say what is
+        in use, and it was fenced out before."""
+        await self.ledger.check_fence()
+        await self.storage.delete(path)
 
     def _stale_before(self) -> int:
         return self.run_info.clock.now_us() - int(STALE_S * 1e6)
@@ -140,7 +148,7 @@ class Cleaner:
                 continue
             old = int(match[2]) < oldest and not keep_all
             if old or (match[3] not in living and not await self._is_decided(path, bool(match[1]), int(match[2]))):
-                await self.storage.delete(path)
+                await self._delete_file(path)
                 deleted += 1
         return deleted
 

@@ -240,7 +240,8 @@ async def _local_copy(storage: Storage, path: str) -> AsyncIterator[Path]:
 
 
 async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> None:
-    """Delete all but the newest `keep`, unless none of these would open: then nothing is deleted, and it is said."""
+    """Delete all but the newest `keep`, unless none of these would open: then nothing is deleted, and it is said. What
+    older prunes had no time to delete goes too."""
     infos = await list_checkpoints(storage)
     if len(infos) <= keep:
         return
@@ -256,3 +257,7 @@ async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> No
         # The mark goes first: a prune that dies half-way leaves no checkpoint that looks whole.
         await storage.delete(f"{checkpoint_path(info.version)}/{INFO}")
         await storage.delete_tree(checkpoint_path(info.version))
+    oldest = checkpoint_path(infos[keep - 1].version)
+    left = {"/".join(f.path.split("/")[:2]) for f in await storage.list(FOLDER)}
+    for folder in sorted(f for f in left if f.startswith(f"{FOLDER}/step-") and f < oldest):
+        await storage.delete_tree(folder)

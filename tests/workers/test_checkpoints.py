@@ -290,6 +290,26 @@ async def test_what_the_host_lacks_is_no_damage(storage: Storage, lack: int) -> 
     assert await versions(storage) == [10, 5] and await loaded(storage) == 10
 
 
+async def test_what_a_prune_had_no_time_to_delete_goes_with_the_next(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after it took the mark: no list of whole checkpoints has that one any more."""
+    for version in (5, 10):
+        await save(storage, version)
+
+    async def killed(path: str) -> None:
+        raise StoreError(f"killed before it deleted {path}")
+
+    with monkeypatch.context() as dying, pytest.raises(StoreError, match="step-000000005"):
+        dying.setattr(storage, "delete_tree", killed)
+        await prune(storage, keep=1)
+    assert await versions(storage) == [10] and await storage.list(checkpoint_path(5))
+    await save(storage, 15)
+    await prune(storage, keep=1)
+    assert await versions(storage) == [15]
+    assert {f.path.split("/")[1] for f in await storage.list("checkpoints")} == {"step-000000015"}
+
+
 async def test_a_damaged_one_is_written_again_and_does_not_outlive_good_ones(storage: Storage) -> None:
     """It would be kept as the newest while pruning deletes the one that the trainer has just begun with."""
     for version in (5, 10):

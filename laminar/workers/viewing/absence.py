@@ -39,5 +39,5 @@ class Absences:
 def absent(kind: str, seconds: float) -> str:
     return (
         f"no {kind} is alive for {seconds:.0f} s: the lease of the last one ended, so it died, is stopped or cut off; "
-        f"end it if it is stopped (kill -9), or start another: laminar worker {kind}"
+        f"end it if it is stopped (kill -9), or start another: laminar worker {kind} --etcd HOST:PORT --run NAME"
     )

@@ -211,7 +211,6 @@ class S3Service:
 
 @pytest.fixture(scope="session")
 def s3_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Service]:
-    pytest.importorskip("moto")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -253,11 +253,9 @@ async def prune_checkpoints(storage: Storage, learner: Learner, keep: int) -> No
     else:
         log.error("no older checkpoint is deleted, since the newest %d do not open: %s", keep, "; ".join(damage))
         return
-    for info in infos[keep:]:
-        # The mark goes first: a prune that dies half-way leaves no checkpoint that looks whole.
-        await storage.delete(f"{checkpoint_path(info.version)}/{INFO}")
-        await storage.delete_tree(checkpoint_path(info.version))
     oldest = checkpoint_path(infos[keep - 1].version)
-    left = {"/".join(f.path.split("/")[:2]) for f in await storage.list(FOLDER)}
-    for folder in sorted(f for f in left if f.startswith(f"{FOLDER}/step-") and f < oldest):
+    folders = {"/".join(f.path.split("/")[:2]) for f in await storage.list(FOLDER)}
+    for folder in sorted(f for f in folders if f.startswith(f"{FOLDER}/step-") and f < oldest):
+        # The mark goes first: a prune that dies half-way leaves no checkpoint that looks whole.
+        await storage.delete(f"{folder}/{INFO}")
         await storage.delete_tree(folder)

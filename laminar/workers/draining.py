@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from laminar.buffer.keys import parse_trajectory
@@ -75,19 +75,24 @@ class Draining:
         )
 
     @cached_property
-    def used(self) -> int:
-        """Tokens in its KV cache, now or once all that it has is in a batch."""
-        return max(self.kv_tokens, sum(t.tokens for t in self.tail)) + self.acting_tokens
+    def unfinished(self) -> int:
+        """Tokens of its tail."""
+        return sum([t.tokens for t in self.tail])
 
     @cached_property
+    def used(self) -> int:
+        """Tokens in its KV cache, now or once all that it has is in a batch."""
+        return max(self.kv_tokens, self.unfinished) + self.acting_tokens
+
+    @property
     def beside(self) -> int:
         """Those of them that are not of its tail."""
-        return self.used - sum(t.tokens for t in self.tail)
+        return self.used - self.unfinished
 
     @cached_property
     def longest(self) -> int:
         """The growth of the one that is to be expected to end last."""
-        return max((t.growth for t in self.tail), default=0)
+        return max([t.growth for t in self.tail], default=0)
 
     @property
     def slots(self) -> int:
@@ -101,11 +106,17 @@ class Draining:
         return bool(self.tail) and not self.waiting and below
 
     def taking(self, tail: Sequence[Unfinished]) -> Draining:
-        tokens = self.used + sum(t.tokens for t in tail)
-        held = tokens - self.acting_tokens
-        filled = replace(self, tail=(*self.tail, *tail), kv_tokens=held, room=self.room - len(tail))
-        # A plan fills some places with many tails, one after the other: what is known is not summed up each time.
-        filled.__dict__.update(used=tokens, longest=max([self.longest, *(t.growth for t in tail)]))
+        """With `tail` beside its own."""
+        added = sum([t.tokens for t in tail])
+        used, longest = self.used + added, max([self.longest, *[t.growth for t in tail]])
+        # A plan fills some places with many tails, one after the other: what is known is neither summed up each time
+        # nor checked by a constructor.
+        filled = object.__new__(Draining)
+        filled.__dict__.update(self.__dict__)
+        filled.__dict__.update(
+            tail=(*self.tail, *tail), kv_tokens=used - self.acting_tokens, room=self.room - len(tail),
+            unfinished=self.unfinished + added, used=used, longest=longest,
+        )  # fmt: skip
         return filled
 
 

@@ -14,7 +14,7 @@ there is work for; equal loads give equal plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +27,7 @@ HAND_OVER_S = 0.3
 """What a move costs beside the prefill: a flush, a transaction each, and the copy at the new owner."""
 
 
-@dataclass(frozen=True)
-class Handing:
+class Handing(NamedTuple):
     """One trajectory of the plan."""
 
     trajectory: str

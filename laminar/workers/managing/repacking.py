@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
@@ -153,7 +154,8 @@ class Repacker:
             if load.draining and not load.switching and 0 <= load.version < self._published
             and worker not in resting and self._left_alone.get(worker, 0.0) <= now
         ]  # fmt: skip
-        handings = plan(draining, self._work(loads))
+        # In a thread: long tails of a thousand rollouts take half a second, and leases are renewed in this loop.
+        handings = await asyncio.to_thread(plan, draining, self._work(loads))
         self._costs = [*self._costs[-99:], self.clock.monotonic() - began]
         if handings:
             log.info(
@@ -247,7 +249,7 @@ class Repacker:
             if worker not in resting and not load.switching
             and not (load.draining and self._left_alone.get(worker, 0.0) > now)
         ]  # fmt: skip
-        handings = evacuate([Draining.of(w, loads[w]) for w in full], awake)
+        handings = await asyncio.to_thread(evacuate, [Draining.of(w, loads[w]) for w in full], awake)
         await self._write(now, handings, loads)
         self._left_alone |= dict.fromkeys(set(full) - {h.source for h in handings}, now + FULL_S)
 

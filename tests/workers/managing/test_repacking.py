@@ -15,7 +15,7 @@ from laminar.workers.manager import Manager
 from laminar.workers.managing import repacking
 from laminar.workers.managing.repacking import FULL_S, PLAN_S, REST_S
 from laminar.workers.managing.slowness import WINDOW_S
-from laminar.workers.repack import Handing, evacuate
+from laminar.workers.repack import Handing, evacuate, plan
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +83,32 @@ async def test_draining_rollouts_get_plans_and_the_fullest_gets_the_tails() -> N
     assert len(moves["r-b"].items) == 2 and moves["r-b"].version == 3
     revision = fleet.world.server.get(KEYS.worker("rollout", "r-a"))
     assert revision and moves["r-c"].targets == {"r-a": revision.create_revision}
+
+
+async def test_plans_are_made_beside_the_loop_that_renews_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    loop, beside = asyncio.get_running_loop(), False
+    in_thread = loop.run_in_executor
+
+    def thread(executor: Any, work: Any, *args: Any) -> Any:
+        nonlocal beside
+        beside = True
+        try:
+            return in_thread(executor, work, *args)
+        finally:
+            beside = False
+
+    def planned(*given: Any) -> list[Handing]:
+        assert beside, "a thousand long tails take half a second"
+        return plan(*given)
+
+    monkeypatch.setattr(loop, "run_in_executor", thread)
+    monkeypatch.setattr(repacking, "plan", planned)
+    await fleet.run(1.5)
+    assert set(fleet.moves()) == {"r-b"}
 
 
 async def test_a_plan_stands_once_and_dies_at_its_deadline() -> None:

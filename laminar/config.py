@@ -192,6 +192,10 @@ class TrainerConfig(Section):
     """Whole groups that one optimizer step consumes."""
     max_ahead_groups: int = Field(0, ge=0)
     """Groups drawn but not consumed at most; 0: two steps' groups. Bounds how many, not how old they get."""
+    max_ready_groups: int = Field(0, ge=0)
+    """While so many complete groups wait for the trainer, no more are drawn, which would only get old; those under way
+    come beside. 0: one step's groups; with `no_signal = "replace"`, where only the trainer knows how many of them it
+    can train on, no bound but max_ahead_groups."""
     max_staleness: int | None = Field(None, ge=0)
     """Steps' groups that may be drawn beyond those of the next step. Groups that end in the order in which they were
     drawn are at most this many versions old when they are trained on. It does not bound the age of one that ends late:
@@ -359,6 +363,11 @@ class Config(Section):
                 f"trainer.max_ahead_groups = {t.max_ahead_groups} is below groups_per_step = {t.groups_per_step}: the "
                 "trainer could never fill a batch; set it to at least two steps' groups, or 0"
             )
+        if t.max_ready_groups and t.max_ready_groups < t.groups_per_step:
+            raise ValueError(
+                f"trainer.max_ready_groups = {t.max_ready_groups} is below groups_per_step = {t.groups_per_step}: the "
+                "trainer could never fill a batch; set it to at least one step's groups, or 0"
+            )
         r = self.rollout
         if r.tensor_parallel > 1 and r.engine != "vllm":
             raise ValueError(
@@ -381,6 +390,12 @@ class Config(Section):
     def max_ahead_groups(self) -> int:
         """Groups that may be drawn and not yet consumed."""
         return self.trainer.max_ahead_groups or 2 * self.trainer.groups_per_step
+
+    @property
+    def max_ready_groups(self) -> int:
+        """Complete groups, not yet consumed, from which on no more are drawn."""
+        t = self.trainer
+        return t.max_ready_groups or (t.groups_per_step if t.no_signal == "count" else self.max_ahead_groups)
 
     @property
     def flush_interval(self) -> float:

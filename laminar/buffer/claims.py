@@ -135,6 +135,12 @@ def validate(before: Claim | None, after: Claim | None) -> None:
         raise CoordinationError(f"{after.owner!r} is {after.state} from the log of {after.source.worker!r}")
 
 
+def complete_groups(cursor: int, open_claims: Iterable[Held]) -> int:
+    """Of the first `cursor` groups those of which no trajectory is unfinished. `cursor`: as it was before the claims
+    were read, or at that moment."""
+    return cursor - len({h.id[0] for h in open_claims if h.id[0] < cursor})
+
+
 def draw_size(room: int, allowed_groups: int, samples_per_prompt: int) -> int:
     """Whole groups that one draw takes: what has room, is admitted, and fits in one transaction."""
     per_transaction = MAX_DRAW_CLAIMS // samples_per_prompt
@@ -151,11 +157,14 @@ def admitted_groups(
     groups_per_step: int,
     max_ahead: int,
     total_groups: int,
+    complete: int = 0,
+    max_ready: int,
     version: int = 0,
     max_staleness: int | None = None,
 ) -> int:
     """Groups that may still be drawn now (design, "Draw"): never further ahead than `max_ahead`, never more than
-    the run can consume. All arguments count groups but `step` and `max_steps`, which count decided steps.
+    the run can consume, and none while `max_ready` of the `complete` ones, at least a step's, wait for the trainer. All
+    arguments count groups but `step` and `max_steps`, which count decided steps.
 
     `max_staleness` (None: no bound) admits what would be no older than that when it is trained on if groups ended in
     the order of drawing: the group k places after the consumed ones then trains in step
@@ -164,6 +173,8 @@ def admitted_groups(
     and gets older by each step that they make, without a bound.
     """
     ended = consumed + to_retire
+    if complete - ended >= max_ready:
+        return 0
     limit = min(ended + max_ahead, ended + (max_steps - step) * groups_per_step, total_groups)
     if max_staleness is not None:
         limit = min(limit, ended + max(0, max_staleness - (step - version) + 1) * groups_per_step)

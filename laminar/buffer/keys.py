@@ -42,6 +42,7 @@ class Keys:
         self.evaluations = f"{self.prefix}evaluations/"
         self.evaluation_claims = f"{self.prefix}claims-eval/"
         self.retain = f"{self.prefix}retain"
+        self.complete = f"{self.prefix}complete"
         self.chain = f"{self.prefix}chain"
         self.secret = f"{self.prefix}secret"
         self.workers_root = f"{self.prefix}workers/"

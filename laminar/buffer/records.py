@@ -321,6 +321,12 @@ class Retain(Record):
     versions: list[int]
 
 
+class Complete(Record):
+    """Groups whose trajectories have all ended, of all that were ever drawn: at least so many, as the manager saw."""
+
+    groups: int
+
+
 class RunManifest(Record):
     """What a worker needs to join: everything else it reads from `run.json` under `store`."""
 

@@ -126,6 +126,7 @@ def run_config(plan: Plan) -> Config:
                 "groups_per_step": 2,
                 "checkpoint_every": 2,
                 "max_error_share": 1.0,
+                "max_ready_groups": plan.max_ready_groups,
                 # So much ahead that a rollout has a tail of several when a version comes.
                 **({"max_ahead_groups": 12} if plan.long_tails else {}),
                 **({} if plan.max_staleness is None else {"max_staleness": plan.max_staleness}),

@@ -73,6 +73,10 @@ class Fault:
     after: bool
 
 
+NEVER_READY = 1_000
+"""Groups, more than there are: they never stop the drawing."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """`rollouts`, `trainers`, `relays`: processes of each kind, kept running by a supervisor. `long_tails`: some
@@ -90,6 +94,7 @@ class Plan:
     update: str = "drain"
     repack_interval: float = 0.0
     long_tails: bool = False
+    max_ready_groups: int = 0
 
 
 def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[Kind] = frozenset()) -> Plan:
@@ -126,4 +131,5 @@ def draw_plan(seed: int, *, window_s: float, lease_s: float, without: frozenset[
         update="interrupt" if shape.random() < 0.15 else "drain",
         repack_interval=shape.choice((0.0, 0.7, 2.0, 5.0)) if not long_tails else shape.choice((0.5, 1.0)),
         long_tails=long_tails,
+        max_ready_groups=shape.choice((0, NEVER_READY)),
     )

@@ -1,5 +1,6 @@
 """The manager: elected among the relays, it gives orphaned trajectories to living rollouts, finishes those that
-cannot go on, says which versions are still needed, and removes what nothing refers to.
+cannot go on, says which versions are still needed and how many groups are complete, and removes what nothing refers
+to.
 
 | event                          | action                                                     |
 |--------------------------------|------------------------------------------------------------|
@@ -22,7 +23,7 @@ from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.ledger import Ledger, all_claims
 from laminar.buffer.partials import Partial, assemble, read_partials
 from laminar.buffer.prompts import locate
-from laminar.buffer.records import Load, Retain, WorkerRecord
+from laminar.buffer.records import Complete, Cursor, Load, Retain, WorkerRecord
 from laminar.buffer.session import Election, Leadership
 from laminar.errors import CoordinationError, CoordinationUnavailable, StoreError
 from laminar.workers.context import Member, Run
@@ -36,7 +37,7 @@ from laminar.workers.tasks import until_first
 log = logging.getLogger(__name__)
 
 CLEAN_INTERVAL_S = 60.0
-RETAIN_INTERVAL_S = 2.0
+TELL_INTERVAL_S = 2.0
 CAMPAIGN_PAUSE_S = 1.0
 
 
@@ -62,7 +63,7 @@ class Manager:
     async def run(self) -> None:
         async with self.rollouts, self.loads:
             await until_first(
-                self._sweep_always(), self._clean_always(), self._retain_always(), self.planner.run(),
+                self._sweep_always(), self._clean_always(), self._tell_always(), self.planner.run(),
                 self.repacker.run(),
             )  # fmt: skip
 
@@ -162,24 +163,29 @@ class Manager:
             self.finished += 1
             log.error("trajectory %s is finished with an error: %s", orphan.kv.key.rsplit("/", 1)[-1], reason)
 
-    # -- retention ----------------------------------------------------------------------------------------------
+    # -- what the claims tell ------------------------------------------------------------------------------------
 
-    async def _retain_always(self) -> None:
-        key, last = self.run_info.keys.retain, ""
+    async def _tell_always(self) -> None:
+        """Relays which versions are still needed, and rollouts how many groups are complete."""
+        run, told = self.run_info, dict[str, str]()
         while True:
-            held = await all_claims(self.run_info.coordination, self.run_info.keys)
-            # Interrupted trajectories go on under whatever is newest: they need no version of their own.
-            held = held if self.run_info.config.rollout.update == "drain" else {}
-            versions = claims.referenced_versions(h.claim for h in held.values())
-            requests = await self.run_info.coordination.range(self.run_info.keys.evaluations)
+            drawn = await run.coordination.get(run.keys.cursor)
+            held = await all_claims(run.coordination, run.keys)
+            complete = claims.complete_groups(Cursor.parse(drawn.value).next if drawn else 0, held.values())
+            requests = await run.coordination.range(run.keys.evaluations)
             asked = {int(kv.key.rsplit("/", 1)[-1]) for kv in requests.items}
-            record = Retain(versions=sorted({*versions, *asked}))
-            if record.dump() != last:
+            # Interrupted trajectories go on under whatever is newest: they need no version of their own.
+            own = held.values() if run.config.rollout.update == "drain" else ()
+            versions = claims.referenced_versions(h.claim for h in own)
+            retain = Retain(versions=sorted({*versions, *asked}))
+            for key, record in ((run.keys.complete, Complete(groups=complete)), (run.keys.retain, retain)):
+                if record.dump() == told.get(key):
+                    continue
                 # Under the leadership: a replaced manager's late word would stay until the claims change.
                 if not await self.ledger.guarded_put(key, record, self.ledger.actor.guard()):
                     await self.ledger.check_fence()
-                last = record.dump()
-            await self.clock.sleep(RETAIN_INTERVAL_S)
+                told[key] = record.dump()
+            await self.clock.sleep(TELL_INTERVAL_S)
 
     # -- cleaning -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from laminar.buffer.coordination import Delete, Transaction, unchanged
 from laminar.buffer.ledger import Ledger
 from laminar.buffer.partials import PartialLog, PartialRows, assemble, read_partials
 from laminar.buffer.prompts import locate
-from laminar.buffer.records import EvaluationRequest, TrainerHead, WeightsHead
+from laminar.buffer.records import Complete, EvaluationRequest, TrainerHead, WeightsHead
 from laminar.workers.context import Member, Run
 from laminar.workers.environments.base import Prompt
 from laminar.workers.evaluation import Evaluator
@@ -94,6 +94,7 @@ class Rollout:
         self.inbox = Mirror(run.coordination, keys.inbox(member.id), bell=self.bell)
         self.evaluations = Mirror(run.coordination, keys.evaluations, bell=self.bell)
         self.rest = Mirror(run.coordination, keys.rest(member.id), exact=True, bell=self.bell)
+        self.complete = Mirror(run.coordination, keys.complete, exact=True)
         self.relays = Mirror(run.coordination, keys.workers("relay"))
 
     async def serve(self) -> None:
@@ -101,7 +102,7 @@ class Rollout:
         ConfigChanged when the whole worker must begin anew."""
         # A load that the life before began may go on: what is drawn before its end would be labelled wrongly.
         await self.engine.settled()
-        async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays, self.rest:
+        async with self.weights, self.trainer, self.inbox, self.evaluations, self.relays, self.rest, self.complete:
             try:
                 await until_first(
                     self._steer(),
@@ -185,6 +186,7 @@ class Rollout:
         head = self.head()
         if head is None or head.state != "running":
             return 0
+        complete = self.complete.only
         return claims.admitted_groups(
             cursor=cursor,
             consumed=head.consumed_groups,
@@ -194,6 +196,8 @@ class Rollout:
             groups_per_step=self.config.trainer.groups_per_step,
             max_ahead=self.config.max_ahead_groups,
             total_groups=self.config.run.epochs * len(self.equipment.pool),
+            complete=Complete.parse(complete.value).groups if complete else 0,
+            max_ready=self.config.max_ready_groups,
             version=self.engine.version,
             max_staleness=self.config.trainer.max_staleness,
         )

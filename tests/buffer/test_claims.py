@@ -113,8 +113,9 @@ def test_a_finish_of_too_many_claims_is_refused() -> None:
 
 def admitted(**changes: int) -> int:
     base: dict[str, int] = dict(
-        cursor=0, consumed=0, to_retire=0, step=0, max_steps=100, groups_per_step=4, max_ahead=8, total_groups=1000
-    )
+        cursor=0, consumed=0, to_retire=0, step=0, max_steps=100, groups_per_step=4, max_ahead=8, total_groups=1000,
+        max_ready=1000,
+    )  # fmt: skip
     return claims.admitted_groups(**{**base, **changes})
 
 
@@ -141,6 +142,23 @@ def test_staleness_is_bounded_by_admission() -> None:
 def test_a_bound_of_zero_makes_rollouts_and_trainer_take_turns() -> None:
     assert admitted(step=6, consumed=24, cursor=24, version=6, max_staleness=0) == 4
     assert admitted(step=7, consumed=28, cursor=28, version=6, max_staleness=0) == 0
+
+
+def test_nothing_is_drawn_while_a_batch_waits_for_the_trainer() -> None:
+    """It would only get older. What is retired beside a batch is none."""
+    assert admitted(max_ready=4, cursor=6, complete=3) == 2
+    assert admitted(max_ready=4, cursor=6, complete=4) == 0
+    assert admitted(max_ready=4, step=1, consumed=4, cursor=6, complete=5) == 6
+    assert admitted(max_ready=4, cursor=6, complete=5, to_retire=2) == 4
+    assert admitted(max_ready=4, step=2, consumed=8, cursor=8, complete=5) == 8, "told before they were consumed"
+
+
+def test_a_group_is_complete_once_none_of_its_trajectories_is_unfinished() -> None:
+    """Groups that were drawn after the cursor was read do not count."""
+    unfinished = [held(claims.drawn("a", 0), g) for g in (1, 3, 3, 5, 6)]
+    assert claims.complete_groups(5, unfinished) == 3
+    assert claims.complete_groups(0, unfinished) == 0
+    assert claims.complete_groups(4, []) == 4
 
 
 def test_groups_that_will_only_be_retired_make_room_for_others() -> None:

@@ -313,7 +313,8 @@ fits = st.builds(
     step_s=st.floats(1e-3, 1e5), step_tokens=st.floats(1, 1e9),
     decode=st.lists(st.tuples(st.floats(1, 1024), st.floats(0, 1e9), st.floats(1e-9, 1e5)), min_size=1, max_size=5),
     groups_per_step=st.integers(1, 2000), samples_per_prompt=st.integers(1, 120),
-    max_ahead_groups=st.integers(2000, 9000), max_staleness=st.none() | st.integers(0, 9),
+    max_ahead_groups=st.integers(2000, 9000), max_ready_groups=st.integers(2000, 9000),
+    max_staleness=st.none() | st.integers(0, 9),
     max_running=st.integers(120, 4096), stopped_s=st.just(0.0),
 )  # fmt: skip
 

@@ -65,6 +65,18 @@ def test_who_waits_for_whom_shows_in_the_staleness() -> None:
     assert run_policy("laminar", job()).staleness_mean > 0
 
 
+def test_what_waits_for_a_slow_trainer_does_not_get_old() -> None:
+    """Beside what is under way, here as much as a batch."""
+    slow: dict[str, Any] = {
+        "costs": {"train_tokens_per_s": 300.0}, "job": {"steps": 6}, "rollout": {"max_running": 8}
+    }  # fmt: skip
+    ahead, laminar = (run_policy(name, job(**slow)) for name in ("laminar-ahead", "laminar"))
+    assert ahead.trainer_idle == laminar.trainer_idle == 0
+    assert laminar.staleness_mean < ahead.staleness_mean - 0.7, "2.3 and 3.2"
+    assert laminar.staleness_below(3) > 2 * ahead.staleness_below(3), "0.72 and 0.28"
+    assert laminar.tokens_per_s == pytest.approx(ahead.tokens_per_s, rel=0.03)
+
+
 def test_in_turns_each_gpu_generates_or_trains_or_waits_for_the_slowest() -> None:
     outcome = run_policy("synchronous", job())
     assert outcome.rollout_idle == outcome.trainer_idle > 0.1

@@ -17,17 +17,17 @@ from laminar.buffer.coordination import Delete, KeyValue, Put, Transaction
 from laminar.buffer.experience import Finished, write_incoming
 from laminar.buffer.incoming import write_copied
 from laminar.buffer.keys import trajectory_name
-from laminar.buffer.ledger import Ledger
+from laminar.buffer.ledger import Ledger, all_claims
 from laminar.buffer.memory import MemoryCoordination
 from laminar.buffer.partials import Partial, PartialLog, PartialRow
-from laminar.buffer.records import BatchDecision, EvaluationRequest, Retain, WeightsHead
+from laminar.buffer.records import BatchDecision, Complete, Cursor, EvaluationRequest, Retain, WeightsHead
 from laminar.buffer.schema import EXPERIENCE, STEP_METRICS
 from laminar.buffer.segments import read_segment
 from laminar.buffer.steps import BATCH, StepLog, decision_path
 from laminar.buffer.storage import FileInfo
 from laminar.errors import CoordinationUnavailable, Fenced, StoreError
 from laminar.relay.holdings import Holdings
-from laminar.workers.manager import CLEAN_INTERVAL_S, RETAIN_INTERVAL_S, Manager, lead
+from laminar.workers.manager import CLEAN_INTERVAL_S, TELL_INTERVAL_S, Manager, lead
 from laminar.workers.managing.cleaning import STALE_S, step_of
 from laminar.workers.relay import TOLD_S, keep_retained
 
@@ -283,15 +283,40 @@ async def test_versions_that_claims_and_evaluations_name_are_retained() -> None:
     await draw(rollout, version=4)
     request = EvaluationRequest(version=1, digest="d")
     await rollout.run.coordination.put(f"{KEYS.evaluations}{1:09d}", request.dump())
-    running = asyncio.create_task(manager._retain_always())
+    running = asyncio.create_task(manager._tell_always())
     await asyncio.sleep(0.1)
     first = retained(world)
     assert Retain.parse(first.value).versions == [1, 3, 4]
-    await asyncio.sleep(3 * RETAIN_INTERVAL_S)
+    await asyncio.sleep(3 * TELL_INTERVAL_S)
     assert retained(world).mod_revision == first.mod_revision, "it is written when it changes"
     await rollout.run.coordination.delete(f"{KEYS.evaluations}{1:09d}")
-    await asyncio.sleep(2 * RETAIN_INTERVAL_S)
+    await asyncio.sleep(2 * TELL_INTERVAL_S)
     assert Retain.parse(retained(world).value).versions == [3, 4]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_the_manager_tells_how_many_groups_are_complete() -> None:
+    """Also those that earlier managers told, and those that nobody tells of because they are consumed."""
+    world = World()
+    manager, rollout = await world.manager(), await world.member("rollout", "r")
+    for _ in range(3):
+        await draw(rollout, version=0)
+    running = asyncio.create_task(manager._tell_always())
+    told: list[int] = []
+
+    async def later() -> None:
+        await asyncio.sleep(2 * TELL_INTERVAL_S)
+        kv = world.server.get(KEYS.complete)
+        assert kv is not None
+        told.append(Complete.parse(kv.value).groups)
+
+    await later()
+    for held in list((await all_claims(rollout.run.coordination, KEYS)).values())[:-1]:
+        await rollout.run.coordination.delete(held.kv.key)
+    await later()
+    drawn = Cursor.parse(world.server.get(KEYS.cursor).value).next  # type: ignore[union-attr]
+    assert told == [0, drawn - 1]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

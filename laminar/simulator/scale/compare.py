@@ -46,6 +46,7 @@ def _short(job: Job, scale: int, warmup: int) -> Job:
             "warmup_steps": warmup,
             "groups_per_step": settings.job.groups_per_step // scale,
             "max_ahead_groups": settings.max_ahead_groups // scale,
+            "max_ready_groups": settings.max_ready_groups // scale,
         }
     )
     return replace(job, settings=settings.model_copy(update={"job": smaller}))

@@ -61,6 +61,7 @@ class Fit:
     groups_per_step: int
     samples_per_prompt: int
     max_ahead_groups: int
+    max_ready_groups: int
     max_staleness: int | None
     max_running: int
     stopped_s: float
@@ -147,6 +148,7 @@ def fit(store: StoreView) -> Fit:
         groups_per_step=config.trainer.groups_per_step,
         samples_per_prompt=config.sampling.samples_per_prompt,
         max_ahead_groups=config.max_ahead_groups,
+        max_ready_groups=config.max_ready_groups,
         max_staleness=config.trainer.max_staleness,
         max_running=config.rollout.max_running,
         stopped_s=stopped_s,
@@ -311,6 +313,7 @@ mini_batches = 1
 prompt_tokens = {found.prompt_tokens}
 max_tokens = {longest}
 max_ahead_groups = {found.max_ahead_groups}
+max_ready_groups = {found.max_ready_groups}
 {staleness}
 [lengths]
 trace = {json.dumps(trace, ensure_ascii=False)}

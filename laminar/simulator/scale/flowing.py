@@ -61,6 +61,7 @@ class Flowing:
         self.cursor = 0
         self.groups_per_step = job.settings.job.groups_per_step
         self.max_ahead = job.settings.max_ahead_groups
+        self.max_ready = job.settings.max_ready_groups if self.policy.ready else ENDLESS
         self.max_staleness = job.settings.job.max_staleness
         self.versions: dict[Key, int] = {}
         """Under which version each unfinished or untrained trajectory was begun."""
@@ -157,6 +158,8 @@ class Flowing:
             groups_per_step=self.groups_per_step,
             max_ahead=self.max_ahead,
             total_groups=ENDLESS,
+            complete=self.trainer.consumed + self.trainer.complete,
+            max_ready=self.max_ready,
             version=version,
             max_staleness=self.max_staleness,
         )

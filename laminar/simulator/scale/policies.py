@@ -21,12 +21,14 @@ class Repack(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """`continuous`: a rollout draws as soon as it has room; else it draws as many as it takes, and again when all of
-    them have ended. `interrupt`: weights are swapped under what runs, whose KV cache is computed anew. `together`:
-    there are no relays; the trainer and all rollouts stop for each exchange of weights."""
+    """`ready`: no more is drawn while a step's complete groups wait for the trainer. `continuous`: a rollout draws as
+    soon as it has room; else it draws as many as it takes, and again when all of them have ended. `interrupt`: weights
+    are swapped under what runs, whose KV cache is computed anew. `together`: there are no relays; the trainer and all
+    rollouts stop for each exchange of weights."""
 
     pipeline: Pipeline
     says: str
+    ready: bool = True
     continuous: bool = True
     repack: Repack = Repack.OFF
     interrupt: bool = False
@@ -40,6 +42,7 @@ POLICIES = {
     "partial": Policy(
         Pipeline.FLOWING,
         "partial rollout: weights change within trajectories, in all rollouts at once (AReaL)",
+        ready=False,
         interrupt=True,
         together=True,
     ),
@@ -58,5 +61,8 @@ POLICIES = {
     ),
     "laminar-off": Policy(Pipeline.FLOWING, "drawing while newest, no repack"),
     "laminar-blind": Policy(Pipeline.FLOWING, "drawing while newest, repack by present tokens", repack=Repack.BLIND),
+    "laminar-ahead": Policy(
+        Pipeline.FLOWING, "drawing while newest, whatever waits for the trainer", ready=False, repack=Repack.GROWING
+    ),
     "laminar": Policy(Pipeline.FLOWING, "drawing while newest, repack with growth", repack=Repack.GROWING),
 }

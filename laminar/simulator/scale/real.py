@@ -83,6 +83,7 @@ def real_config(name: str, job: Job) -> Config:
             "trainer": {
                 "groups_per_step": s.job.groups_per_step,
                 "max_ahead_groups": s.max_ahead_groups,
+                "max_ready_groups": s.max_ready_groups if policy.ready else s.max_ahead_groups,
                 "checkpoint_every": NEVER,
                 **({} if s.job.samples_per_prompt > 1 else {"advantage": "reinforce++"}),
                 **({} if s.job.max_staleness is None else {"max_staleness": s.job.max_staleness}),

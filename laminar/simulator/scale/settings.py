@@ -72,6 +72,9 @@ class JobSection(Section):
     """Policy tokens of a trajectory at most."""
     max_ahead_groups: int = Field(0, ge=0)
     """Groups drawn but not consumed at most, where generation does not stop for training; 0: four steps' groups."""
+    max_ready_groups: int = Field(0, ge=0)
+    """While so many complete groups wait for the trainer, Laminar draws no more; those under way come beside. 0: one
+    step's groups."""
     max_staleness: int | None = Field(None, ge=0)
     """As `trainer.max_staleness` of a run; absent: no bound but max_ahead_groups."""
     seed: int = Field(0, ge=0)
@@ -182,6 +185,11 @@ class Settings(Section):
                 f"job.max_ahead_groups = {job.max_ahead_groups} is below groups_per_step = {job.groups_per_step}: the "
                 "trainer could never fill a batch; set it to at least two steps' groups, or 0"
             )
+        if job.max_ready_groups and job.max_ready_groups < job.groups_per_step:
+            raise ValueError(
+                f"job.max_ready_groups = {job.max_ready_groups} is below groups_per_step = {job.groups_per_step}: the "
+                "trainer could never fill a batch; set it to at least one step's groups, or 0"
+            )
         if self.model.name == MEASURED:
             needed = ("decode", "kv_tokens", "prefill_tokens_per_s", "train_tokens_per_s")
             missing = [f"costs.{name}" for name in needed if not getattr(costs, name)]
@@ -192,6 +200,10 @@ class Settings(Section):
     @property
     def max_ahead_groups(self) -> int:
         return self.job.max_ahead_groups or AHEAD_STEPS * self.job.groups_per_step
+
+    @property
+    def max_ready_groups(self) -> int:
+        return self.job.max_ready_groups or self.job.groups_per_step
 
 
 def settings_from(

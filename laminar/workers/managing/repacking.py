@@ -20,7 +20,7 @@ from statistics import fmean
 from laminar.buffer import claims
 from laminar.buffer.coordination import Delete, KeyValue, Transaction, absent, unchanged
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.records import Cursor, Load, Move, Moves, Rest, TrainerHead, WeightsHead
+from laminar.buffer.records import Complete, Cursor, Load, Move, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Run
 from laminar.workers.draining import Draining
 from laminar.workers.managing.slowness import Window, slow
@@ -58,6 +58,7 @@ class Repacker:
         self.weights = Mirror(run.coordination, run.keys.weights, exact=True, bell=self.bell)
         self.trainer = Mirror(run.coordination, run.keys.trainer, exact=True)
         self.cursor = Mirror(run.coordination, run.keys.cursor, exact=True)
+        self.complete = Mirror(run.coordination, run.keys.complete, exact=True)
         self.moves = Mirror(run.coordination, run.keys.moves_root)
         self.rests = Mirror(run.coordination, run.keys.rests_root)
         self._numbers = itertools.count()
@@ -77,7 +78,7 @@ class Repacker:
         return {kv.key.rsplit("/", 1)[-1] for kv in self.rests.items.values()}
 
     async def run(self) -> None:
-        async with self.weights, self.trainer, self.cursor, self.moves, self.rests:
+        async with self.weights, self.trainer, self.cursor, self.complete, self.moves, self.rests:
             while True:
                 now = self.clock.monotonic()
                 for mirror in (self.moves, self.rests, self.loads, self.rollouts):
@@ -123,7 +124,8 @@ class Repacker:
         and for which those that draw have no room. None before the trainer has begun."""
         if (head := self.trainer.only) is None:
             return None
-        trainer, cursor, config = TrainerHead.parse(head.value), self.cursor.only, self.run_info.config
+        trainer, config = TrainerHead.parse(head.value), self.run_info.config
+        cursor, complete, next_batch = self.cursor.only, self.complete.only, config.trainer.groups_per_step
         groups = claims.admitted_groups(
             cursor=Cursor.parse(cursor.value).next if cursor else 0,
             consumed=trainer.consumed_groups,
@@ -131,8 +133,10 @@ class Repacker:
             step=trainer.decided,
             max_steps=config.run.max_steps,
             groups_per_step=config.trainer.groups_per_step,
-            max_ahead=config.max_ahead_groups + config.trainer.groups_per_step,
+            max_ahead=config.max_ahead_groups + next_batch,
             total_groups=config.run.epochs * self.run_info.file.prompts,
+            complete=Complete.parse(complete.value).groups if complete else 0,
+            max_ready=config.max_ready_groups + next_batch,
             version=self._published,
             max_staleness=config.trainer.max_staleness,
         )

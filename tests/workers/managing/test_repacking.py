@@ -9,7 +9,7 @@ import pytest
 from world import KEYS, World, kill
 
 from laminar.buffer.keys import trajectory_name
-from laminar.buffer.records import Cursor, Load, Moves, Rest, TrainerHead, WeightsHead
+from laminar.buffer.records import Complete, Cursor, Load, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Member
 from laminar.workers.manager import Manager
 from laminar.workers.managing import repacking
@@ -313,6 +313,22 @@ async def test_nobody_is_emptied_for_whom_nothing_is_left_to_draw(left: bool) ->
     await fleet.report("r-b", 300)
     await fleet.run(1.5)
     assert bool(fleet.moves()) is left
+
+
+@pytest.mark.parametrize("steps_ready", [1, 2])
+async def test_nobody_is_emptied_while_more_is_complete_than_the_next_batch(steps_ready: int) -> None:
+    """Once the trainer has taken that, there is something to draw again."""
+    fleet = await Fleet.assemble(repack_interval=1.0)
+    coordination, size = fleet.manager.run_info.coordination, fleet.world.config.trainer.groups_per_step
+    head = TrainerHead(step=0, decided=0, checkpoint=0, consumed_groups=0, state="running")
+    await coordination.put(KEYS.trainer, head.dump())
+    await coordination.put(KEYS.cursor, Cursor(next=2 * size, by="").dump())
+    await coordination.put(KEYS.complete, Complete(groups=steps_ready * size).dump())
+    await fleet.publish(4)
+    await fleet.report("r-a", 500, 500)
+    await fleet.report("r-b", 300)
+    await fleet.run(1.5)
+    assert bool(fleet.moves()) is (steps_ready == 1)
 
 
 async def test_rollouts_that_draw_and_have_room_take_what_can_be_drawn_first() -> None:

@@ -179,7 +179,8 @@ class Session:
         }
 
     async def run(self) -> None:
-        await self._hello()
+        if not await self._hello():
+            return
         while True:
             request = await self._channel.receive(idle=self._patience())
             if request is None:
@@ -223,10 +224,11 @@ class Session:
         self._server.reservations.pop(reservation.ticket, None)
         return reservation
 
-    async def _hello(self) -> None:
+    async def _hello(self) -> bool:
+        """False if it ended before it said anything, or said nothing for so long."""
         request = await self._channel.receive(idle=FRAME_TIMEOUT, limit=MAX_HELLO)
         if request is None:
-            return
+            return False
         if text(request, "command", 32) != "hello":
             raise ProtocolError("a connection must open with hello")
         protocol = integer(request, "protocol", 0, 1 << 31)
@@ -237,6 +239,7 @@ class Session:
             raise ProtocolError(f"this is the relay of run {self._server.run!r}, not of {run!r}")
         chunk_bytes = self._holdings.chunk_bytes
         await self._reply(protocol=PROTOCOL, run=self._server.run, boot=self._server.boot, chunk_bytes=chunk_bytes)
+        return True
 
     async def _status(self, request: Message) -> None:
         holdings = self._holdings

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from laminar.errors import ConfigError, WeightsError
+from laminar.relay import server as relay_server
 from laminar.relay.client import AsyncRelayClient, MappedVersion, RelayConnection, RelayStatus
 from laminar.relay.protocol import HEADER, MAX_FRAME, RelayUnavailable, encode
 from laminar.relay.server import RelayServer
@@ -360,6 +361,16 @@ async def test_another_user_is_refused(server: RelayServer) -> None:
         for folder, mode in zip(folders, modes, strict=True):
             folder.chmod(mode)
     assert b"user 12345 may not use the relay" in output
+
+
+async def test_who_says_nothing_is_closed(server: RelayServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds one of few places until then, and gives no command that no hello came before."""
+    monkeypatch.setattr(relay_server, "FRAME_TIMEOUT", 0.05)
+    reader, writer = await asyncio.open_unix_connection(str(server.socket_path))
+    try:
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+    finally:
+        writer.close()
 
 
 HELLO = encode({"command": "hello", "protocol": 1, "run": "demo"})

@@ -274,6 +274,17 @@ class Chain:
         if self.case.when in (When.BEFORE_FIRST, When.AT_SEAL):
             await asyncio.sleep(self.source.uniform(0.0, 0.01))
 
+    async def further(self, victims: list[str]) -> None:
+        """While the others lack a part of it, which may be anything; or, if they lack nothing, soon after."""
+
+        def missing() -> int:
+            return sum(CHUNKS - r.arrived for r in self.living if r.name not in victims)
+
+        left = self.source.randint(1, missing()) if missing() else -1
+        until = self.loop.now + self.source.uniform(0.0, 1.5)
+        while missing() > left and self.loop.now < until:  # noqa: ASYNC110  virtual time
+            await asyncio.sleep(WATCH_S)
+
     def strike(self, relay: Relay, how: How) -> None:
         self.say(f"fault: {relay.name} {how.value}")
         away = self.source.uniform(*AWAY_S)
@@ -366,7 +377,7 @@ async def _run(case: Case, loop: SimulationLoop) -> Report:
     for victim in victims:
         chain.strike(chain.of(victim), case.how)
     if case.faults == 2:
-        await asyncio.sleep(chain.source.uniform(0.0, 1.5))
+        await chain.further(victims)
         others = [r for r in chain.living if r.name not in victims and r.links]
         chain.strike(chain.source.choice(others), chain.source.choice(list(How)))
     deadline = loop.now + END_WITHIN_S

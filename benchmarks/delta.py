@@ -4,7 +4,8 @@
     python benchmarks/delta.py --model PATH --rates 1e-6,1e-5          # of another one
     python benchmarks/delta.py --checkpoints runs/NAME/checkpoints     # successive checkpoints of a run
 
-changed   share of the 16-bit words of the bfloat16 weights that differ
+changed   share of the 16-bit words that differ; a checkpoint's weights are in the dtype in which its run published
+          them (`model.dtype`), all others in bfloat16
 ratio     bytes sent / bytes of the version, in pieces of `--piece-mib`; a piece over half of its bytes goes whole
 GB/s      bytes of the version / seconds of one thread to encode, and to apply
 hop       seconds of one transfer between two relays over a link shaped to `--mbit`, whole / as differences, checked
@@ -44,9 +45,9 @@ WARM_UP = 3
 """Steps before the first pair: the optimizer's first ones move every weight by the learning rate."""
 
 
-def flat(tensors: dict[str, torch.Tensor]) -> bytearray:
-    """The version as relays hold it, in bfloat16."""
-    layout = layout_of(tensors, torch.bfloat16)
+def flat(tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> bytearray:
+    """The version as relays hold it, in `dtype` if given."""
+    layout = layout_of(tensors, dtype)
     buffer = bytearray(layout.total_bytes)
     copy_into(memoryview(buffer), layout, tensors)
     return buffer
@@ -59,7 +60,7 @@ def trained(model: str, rate: float, pairs: int) -> Iterator[bytearray]:
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, betas=(0.9, 0.99))
     for step in range(WARM_UP + pairs + 1):
         if step >= WARM_UP:
-            yield flat(dict(network.state_dict()))
+            yield flat(dict(network.state_dict()), torch.bfloat16)
         tokens = torch.randint(0, network.config.vocab_size, (4, 32))
         optimizer.zero_grad()
         network(input_ids=tokens, labels=tokens).loss.backward()

@@ -2,8 +2,9 @@
 
 A full house takes in a newcomer at the cost of the network that holds most places, so that one that opens many
 connections and says nothing keeps out only itself; and of that network's connections at the cost of the oldest, if it
-has had time to prove the secret. So who proves it at once comes in, however many others never do. To refuse somebody
-costs a look at each network, not at each place: there may be many to refuse.
+has had time to prove the secret. So who proves it at once comes in, however many others never do from elsewhere; of
+its own network it has its share of the places that become free. To refuse somebody costs a look at each network, not at
+each place: there may be many to refuse.
 """
 
 from __future__ import annotations

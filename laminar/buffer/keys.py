@@ -36,6 +36,7 @@ class Keys:
         self.batches = f"{self.prefix}batches/"
         self.closings = f"{self.prefix}closings/"
         self.closed = f"{self.prefix}closed"
+        self.heads = f"{self.prefix}tables/"
         self.trainer = f"{self.prefix}trainer"
         self.weights = f"{self.prefix}weights"
         self.offers = f"{self.prefix}offers/"
@@ -83,7 +84,7 @@ class Keys:
 
     def head(self, table: str) -> str:
         """The committed state of a table; `experience` for the experience."""
-        return f"{self.prefix}tables/{table}"
+        return f"{self.heads}{table}"
 
     def offers_of(self, version: int) -> str:
         """Digests under which a version was made available again, after its publication (`publishing.Publisher`)."""

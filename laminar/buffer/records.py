@@ -191,6 +191,15 @@ class RelayStall(Record):
     at: int = 0
 
 
+class CommitterTrouble(Record):
+    """A relay's committer crashed: `crashes` times in a row, between which no committer of the run committed a row;
+    `how` it ended the last time, and the last lines that it wrote then."""
+
+    crashes: int
+    how: str
+    said: list[str] = []
+
+
 class RelayLoad(Record):
     """What a relay reports of itself (`load/relay/<id>`). `held`: digest by version; `arriving`: what it receives."""
 
@@ -211,6 +220,8 @@ class RelayLoad(Record):
     """Why the newest version does not come; none while it is here or comes."""
     troubles: list[RelayTrouble] = []
     """The neighbours that cannot be reached or give nothing, the one that was tried last first; not all of many."""
+    committer: CommitterTrouble | None = None
+    """Of the committer beside this relay, until a row is committed."""
 
 
 class TrainerProgress(Record):

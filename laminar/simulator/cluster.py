@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -37,6 +38,7 @@ from laminar.simulator.ports import EtcdPort, StorageFaults, StoragePort, TableP
 from laminar.simulator.process import SimProcess
 from laminar.simulator.relays import SimRelayAccess, SimWeights
 from laminar.workers.committer import committer_main
+from laminar.workers.committer_lives import exit_code
 from laminar.workers.context import Run, joined, open_run
 from laminar.workers.engines.base import EngineCapacity
 from laminar.workers.machine import Machine
@@ -243,7 +245,7 @@ class Cluster:
             await self._work(slot, process, run, chance)
         except LaminarError as e:
             self.say(f"{slot.name}: {type(e).__name__}: {str(e)[:160]}")
-            return 1
+            return exit_code(e) if slot.kind == "committer" else 1
         except Exception as e:
             self.broken.append(f"{self.loop.now:.3f} {slot.name} ended with {e!r}")
             raise
@@ -327,11 +329,16 @@ class SimChild:
         assert self.process is not None
         await self.process.ended.wait()
         self.cluster.say(f"{self.process.name} ended: {_outcome(self.process)}")
+        if self.process.result is None:
+            return -signal.SIGKILL
         return self.process.result if isinstance(self.process.result, int) else 1
 
     async def stop(self, *, grace_s: float) -> None:
         if self.process is not None:
             self.process.kill()
+
+    def said(self) -> list[str]:
+        return []
 
 
 def _outcome(process: SimProcess) -> str:

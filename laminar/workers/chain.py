@@ -25,6 +25,7 @@ from laminar.relay.pull import Repair
 from laminar.relay.transport.base import Transport, VersionName
 from laminar.relay.transport.selection import open_transports
 from laminar.relay.transport.tcp import listen_at
+from laminar.workers.committer_lives import CommitterLives
 from laminar.workers.context import Member, Run
 from laminar.workers.machine import Machine
 from laminar.workers.mirror import Bell, Mirror
@@ -105,11 +106,15 @@ def chain_view(chain: KeyValue | None, relays: Iterable[KeyValue], head: Weights
 class ChainMember:
     """This relay in the chain, under one lease."""
 
-    def __init__(self, run: Run, member: Member, holdings: Holdings, follower: Follower) -> None:
+    def __init__(
+        self, run: Run, member: Member, holdings: Holdings, follower: Follower, committers: CommitterLives
+    ) -> None:
+        """`committers`: those beside this relay, of which it reports."""
         self.run_info = run
         self.member = member
         self.holdings = holdings
         self.follower = follower
+        self.committers = committers
         self.clock: Clock = run.clock
         self.bell = Bell()
         keys, coordination = run.keys, run.coordination
@@ -202,6 +207,7 @@ class ChainMember:
                 )
                 for trouble in follower.hindrances.troubles()[:SHOWN_TROUBLES]
             ],
+            committer=self.committers.trouble,
         )
 
     def _stall(self) -> RelayStall | None:

@@ -31,6 +31,7 @@ from laminar.config import Config
 from laminar.errors import ConfigError, LaminarError, StoreError
 from laminar.relay.binding import make_private
 from laminar.workers.chain import check_listening
+from laminar.workers.committer_lives import given_up
 from laminar.workers.relay import socket_folder
 from laminar.workers.supervisor.children import worker_command
 from laminar.workers.supervisor.disk import watch_disk
@@ -303,6 +304,8 @@ class LocalJob:
                 if live.head is not None and live.head.state == "done":
                     await self._drain(working)
                     return "done", live.head.reason
+                if reason := given_up(live.committers):
+                    return "failed", reason
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SHOW_INTERVAL_S):
                     await stop.wait()

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from laminar.buffer.etcd_access import EtcdAccess
-from laminar.errors import ConfigChanged, ConfigError
+from laminar.errors import ConfigChanged, ConfigError, LaminarError
+from laminar.workers.committer_lives import exit_code
 from laminar.workers.context import Run, join_run, joined
 from laminar.workers.supervisor.children import Child, worker_command
 
@@ -22,7 +23,7 @@ KINDS = ("rollout", "trainer", "relay", "committer")
 
 
 def run_worker(kind: str, *, access: EtcdAccess, run: str, index: int = 0) -> int:
-    """Blocking; the exit code. Raises LaminarError with what went wrong."""
+    """Blocking; the exit code. Raises LaminarError with what went wrong; a committer's says whose fault it was."""
     if kind not in KINDS:
         raise ConfigError(f"there is no worker kind {kind!r}; the kinds are {', '.join(KINDS)}")
     faulthandler.enable()
@@ -35,6 +36,10 @@ def run_worker(kind: str, *, access: EtcdAccess, run: str, index: int = 0) -> in
         # Not within this process: what the old config made (models, threads, a GPU's memory) goes with its image.
         command = worker_command(kind, access, run)
         os.execv(command[0], command)
+    except LaminarError as e:
+        if kind == "committer":
+            e.exit_code = exit_code(e)
+        raise
 
 
 def configure_logging(level: str) -> None:
@@ -77,7 +82,7 @@ async def _work(kind: str, run: Run, stop: asyncio.Event, access: EtcdAccess) ->
         from laminar.workers.relay import relay_main, serve_weights
 
         command = worker_command("committer", access, run.keys.run)
-        await relay_main(run, stop, serve_weights(run), lambda: Child(command), relay_transports)
+        await relay_main(run, stop, serve_weights(run), lambda: Child(command, overheard=True), relay_transports)
     elif kind == "committer":
         from laminar.workers.committer import committer_main
         from laminar.workers.tables import open_table

@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from laminar.buffer.records import EvaluationRequest, Retain, WeightsHead
-from laminar.errors import CoordinationError
 from laminar.relay.binding import make_private
 from laminar.relay.follower import Follower
 from laminar.relay.holdings import Holdings
@@ -29,15 +28,14 @@ from laminar.relay.hops import Tuning
 from laminar.relay.server import RelayServer
 from laminar.relay.transport.base import Transport
 from laminar.workers.chain import ChainMember
+from laminar.workers.committer_lives import CommitterLives, Process, keep_committer
 from laminar.workers.context import Run, boot_id, joined
 from laminar.workers.manager import lead
 from laminar.workers.mirror import Bell, Mirror
-from laminar.workers.supervisor.supervision import sign_off
 from laminar.workers.tasks import until_first
 
 log = logging.getLogger(__name__)
 
-COMMITTER_BACKOFF_S = 1.0
 TOLD_S = 5.0
 """Within which a manager tells to what claims refer, and with some to spare."""
 YOUNG_S = 60.0
@@ -86,19 +84,6 @@ class ServedWeights(Protocol):
     ) -> None: ...
 
 
-class Process(Protocol):
-    """A process of ours: `children.Child`, or one of a simulator."""
-
-    @property
-    def pid(self) -> int: ...
-
-    async def start(self) -> None: ...
-
-    async def wait(self) -> int: ...
-
-    async def stop(self, *, grace_s: float) -> None: ...
-
-
 def serve_weights(run: Run) -> RelayServer:
     """At a Unix socket that only this user can reach. Raises ConfigError if there is no folder for it."""
     config = run.config.relay
@@ -145,11 +130,12 @@ async def relay_main(
             tuning = Tuning(streams=run.config.relay.streams, deltas=run.config.relay.delta_share > 0)
             follower = Follower(holdings, transports, worker, run.machine.host, tuning=tuning)
             holdings.fetch_elsewhere = follower.fetch
+            lives = CommitterLives()
             await until_first(
                 lead(run, member),
                 keep_retained(run, holdings),
-                keep_committer(run, committer),
-                ChainMember(run, member, holdings, follower).run(),
+                keep_committer(run, committer, lives),
+                ChainMember(run, member, holdings, follower, lives).run(),
                 member.until_lost(),
                 stop.wait(),
             )
@@ -196,20 +182,3 @@ async def keep_retained(run: Run, holdings: Holdings) -> None:
             versions = asked.union(Retain.parse(told.value).versions if told else ())
             holdings.retain_versions(versions, recent.see(published, now))
             await bell.wait(recent.wait_s(now))
-
-
-async def keep_committer(run: Run, committer: Callable[[], Process]) -> None:
-    """Start the committer's process, and start it again when it ends."""
-    while True:
-        child = committer()
-        await child.start()
-        try:
-            code = await child.wait()
-        finally:
-            await child.stop(grace_s=5.0)
-        log.warning("the committer's process ended with %d; starting it again", code)
-        try:
-            await sign_off(run.coordination, run.keys, host=run.machine.host, pid=child.pid)
-        except CoordinationError as e:
-            log.info("the committer's lease cannot be revoked, its successor waits until it expires: %s", e)
-        await run.clock.sleep(COMMITTER_BACKOFF_S)

@@ -181,6 +181,30 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_error(real_run: MakeR
     run.assert_nothing_left()
 
 
+BROKEN_COMMITTER = f"""
+import sys
+if "committer" in sys.orig_argv:
+    sys.path.insert(0, {str(REPOSITORY)!r})
+    from laminar.workers import committer
+    def broken(committers):
+        raise KeyError("seq")
+    committer.commit_once = broken
+"""
+
+
+@pytest.mark.nightly
+def test_a_committer_that_crashes_at_each_start_ends_the_run_with_its_last_lines(real_run: MakeRun) -> None:
+    run = real_run()
+    (run.root / "sitecustomize.py").write_text(BROKEN_COMMITTER)
+    run.start(python_path=run.root)
+    assert run.wait(500) == 1, run.story()
+    assert "ended with exit code 1: KeyError: 'seq'; it is started again (crash 1 since a row was" in run.text()
+    given_up = run.text().rpartition("error: the committer beside relay-")[2]
+    assert " times with no row committed between them, " in given_up and "\n  KeyError: 'seq'" in given_up, run.story()
+    assert "KeyError: 'seq'" in run.worker_log("relay"), "what it wrote is in its relay's log"
+    run.assert_nothing_left()
+
+
 @pytest.mark.nightly
 def test_five_prompts_and_batches_of_four_end_with_the_rest_named(real_run: MakeRun) -> None:
     """Case 21."""

@@ -55,6 +55,7 @@ from laminar.workers.chain import (
     relay_transports,
     run_secret,
 )
+from laminar.workers.committer_lives import CommitterLives
 from laminar.workers.context import Member, Run, joined
 from laminar.workers.machine import Machine, this_machine
 from laminar.workers.managing.chain_planning import elected, planned
@@ -81,6 +82,9 @@ class IdleCommitter:
         return 0
 
     async def stop(self, *, grace_s: float) -> None: ...
+
+    def said(self) -> list[str]:
+        return []
 
 
 class FixedLearner:
@@ -290,8 +294,15 @@ async def follows(cluster: Cluster) -> AsyncIterator[ChainMember]:
     run = dataclasses.replace(cluster.run(), clock=HandClock())
     holdings = Holdings(chunk_bytes=1 << 20, retain=2)
     async with joined(cluster.run(), "relay") as member:
-        yield ChainMember(run, member, holdings, Follower(holdings, {}, "r0", "host"))
+        yield ChainMember(run, member, holdings, Follower(holdings, {}, "r0", "host"), CommitterLives())
     await holdings.stop()
+
+
+async def test_crashes_of_its_committer_are_in_what_a_relay_reports(follows: ChainMember) -> None:
+    assert follows.load().committer is None
+    follows.committers.ended(1, 0, ["KeyError: 'seq'"])
+    told = RelayLoad.parse(follows.load().dump()).committer
+    assert told is not None and (told.crashes, told.how) == (1, "ended with exit code 1: KeyError: 'seq'")
 
 
 async def test_bits_that_drifted_are_kept_until_their_offer_is_seen(follows: ChainMember) -> None:

@@ -25,9 +25,9 @@ from laminar.buffer.table import MemoryTable
 from laminar.clock import SystemClock
 from laminar.config import Config
 from laminar.workers.committer import commit_always
+from laminar.workers.committer_lives import CommitterLives, keep_committer
 from laminar.workers.context import Member, Run
 from laminar.workers.machine import this_machine
-from laminar.workers.relay import keep_committer
 
 KEYS = Keys("run")
 
@@ -137,6 +137,9 @@ class DyingCommitter:
 
     async def stop(self, *, grace_s: float) -> None: ...
 
+    def said(self) -> list[str]:
+        return []
+
 
 @pytest.mark.parametrize("reachable", [True, False])
 async def test_a_killed_committer_leads_no_longer_when_the_next_one_starts(reachable: bool) -> None:
@@ -147,7 +150,7 @@ async def test_a_killed_committer_leads_no_longer_when_the_next_one_starts(reach
     leaders: list[bool] = []
     if not reachable:
         world.faults.partition()
-    keeping = asyncio.create_task(keep_committer(run, lambda: DyingCommitter(world, leaders)))
+    keeping = asyncio.create_task(keep_committer(run, lambda: DyingCommitter(world, leaders), CommitterLives()))
     await asyncio.sleep(60)
     assert leaders == [True, not reachable]
     await end(keeping)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from laminar.buffer.etcd_access import EtcdAccess
+from laminar.workers.supervisor.overheard import Overheard
 
 
 def worker_command(kind: str, access: EtcdAccess, run: str) -> list[str]:
@@ -22,11 +23,13 @@ def worker_command(kind: str, access: EtcdAccess, run: str) -> list[str]:
 
 
 class Child:
-    """One child process. `log`: a file that takes its output (appended); None: this process's own."""
+    """One child process. `log`: a file that takes its output (appended); None: this process's own. `overheard`: the
+    output goes there by way of this process, which keeps the end of it (`said`)."""
 
-    def __init__(self, command: Sequence[str], *, log: Path | None = None) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path | None = None, overheard: bool = False) -> None:
         self.command = list(command)
         self.log = log
+        self.heard = Overheard() if overheard else None
         self.process: Process | None = None
 
     async def start(self) -> None:
@@ -34,6 +37,8 @@ class Child:
         guard = shutil.which("setpriv")
         prefix = [guard, "--pdeathsig", "KILL"] if guard else []
         output: IO[bytes] | None = self.log.open("ab") if self.log else None
+        if self.heard is not None:
+            output = os.fdopen(await self.heard.begin(), "wb")
         try:
             self.process = await asyncio.create_subprocess_exec(
                 *prefix,
@@ -75,6 +80,12 @@ class Child:
             pass
         self.kill_group()
         await self.process.wait()
+        if self.heard is not None:
+            await self.heard.end()
+
+    def said(self) -> list[str]:
+        """The last lines that it wrote, if it was overheard; all of them after `stop`."""
+        return self.heard.lines() if self.heard is not None else []
 
     def kill_group(self) -> None:
         """Whatever the child left behind in its session goes with it."""

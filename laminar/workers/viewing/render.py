@@ -229,12 +229,21 @@ def _live(live: LiveStatus) -> RenderableType:
         lines.append(f"weights     version {weights.version}, digest {weights.digest[:12]}, {size}")
     lines.append(f"claims      {_counts(live.claims)}")
     lines.append(f"uncommitted {_counts(live.incoming)}")
+    lines += [f"committer   {text}" for text in _crashes(live)]
     if any(w.moved_out or w.moved_in for w in live.workers):
         figures = ("moved_out", "moved_in", "refilled_tokens")
         out, came, again = (sum(getattr(w, name) for w in live.workers) for name in figures)
         lines.append(f"moved       {out} handed over by repack, {came} taken over, {again:,} tokens prefilled again")
     lines.append("leaders     " + (", ".join(f"{role} {short(w)}" for role, w in live.leaders.items()) or "none"))
     return Text("\n".join(lines))
+
+
+def _crashes(live: LiveStatus) -> list[str]:
+    return [
+        f"crash {t.crashes} of that beside relay {short(relay)} since a row was committed: it {t.how}"
+        for relay, t in live.committers.items()
+        if t is not None
+    ]
 
 
 def _counts(counts: dict[str, int]) -> str:

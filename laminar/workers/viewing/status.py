@@ -21,10 +21,12 @@ from laminar.buffer.etcd_access import EtcdAccess, parse_endpoint
 from laminar.buffer.keys import Keys, parse_trajectory
 from laminar.buffer.records import (
     Claim,
+    CommitterTrouble,
     Cursor,
     Incoming,
     LeaderRecord,
     Load,
+    RelayLoad,
     RunManifest,
     TrainerHead,
     TrainerProgress,
@@ -75,6 +77,8 @@ class LiveStatus:
     progress: TrainerProgress | None
     processes: frozenset[tuple[str, int]] = frozenset()
     """Host and pid of each worker."""
+    committers: dict[str, CommitterTrouble | None] = field(default_factory=dict)
+    """Of each living relay: what it says of the committer beside it, None as long as that commits."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,7 @@ async def read_state(coordination: Coordination, keys: Keys) -> LiveStatus:
     claims, workers, loads, incoming, leaders = listed
     single = {key: await coordination.get(key) for key in (keys.cursor, keys.trainer, keys.weights)}
     cursor, trainer, weights = (single[key] for key in (keys.cursor, keys.trainer, keys.weights))
+    relays = {_name_of(kv.key): RelayLoad.parse(kv.value).committer for kv in loads if _kind_of(kv.key) == "relay"}
     progress = [TrainerProgress.parse(kv.value) for kv in loads if _kind_of(kv.key) == "trainer"]
     rows: Counter[str] = Counter()
     for kv in incoming:
@@ -220,12 +225,17 @@ async def read_state(coordination: Coordination, keys: Keys) -> LiveStatus:
         leaders={kv.key.rsplit("/", 1)[-1]: LeaderRecord.parse(kv.value).worker for kv in leaders},
         workers=_worker_views(workers, loads),
         progress=progress[0] if progress else None,
+        committers={_name_of(kv.key): relays.get(_name_of(kv.key)) for kv in workers if _kind_of(kv.key) == "relay"},
         processes=frozenset((w.host, w.pid) for w in map(WorkerRecord.parse, (kv.value for kv in workers))),
     )
 
 
 def _kind_of(key: str) -> str:
     return key.rsplit("/", 2)[-2]
+
+
+def _name_of(key: str) -> str:
+    return key.rsplit("/", 1)[-1]
 
 
 def _worker_views(workers: Sequence[KeyValue], loads: Sequence[KeyValue]) -> tuple[WorkerView, ...]:

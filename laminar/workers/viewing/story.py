@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from laminar.buffer.outage import Outage
+from laminar.buffer.records import CommitterTrouble
 from laminar.workers.viewing.display import Display, Event, Snapshot
 from laminar.workers.viewing.status import LiveStatus, to_snapshot
 
@@ -36,6 +37,7 @@ class Story:
         self._told = 0
         self._warnings: set[str] = set()
         self._leaders: dict[str, str] = {}
+        self._committers: dict[str, CommitterTrouble | None] = {}
         self._back_at = float("-inf")
         self._last = Snapshot(run=run, max_steps=max_steps)
 
@@ -55,6 +57,7 @@ class Story:
             self.rewards |= live.progress.rewards
             self._warn(live.progress.warnings)
         self._lead(live.leaders)
+        self._crashed(live.committers)
         before = self._last.step
         self._last = to_snapshot(live, max_steps=self.max_steps, elapsed_s=0.0, rewards=self.rewards)
         if self._last.step < before:
@@ -70,6 +73,14 @@ class Story:
             if (before := self._leaders.get(role, worker)) != worker:
                 self.event(f"{worker} is the {role} now, after {before}")
         self._leaders |= leaders
+
+    def _crashed(self, committers: Mapping[str, CommitterTrouble | None]) -> None:
+        """Each crash of a committer: its relay starts it again, and only its log says so."""
+        for relay, trouble in committers.items():
+            if trouble is not None and trouble != self._committers.get(relay):
+                since = f"crash {trouble.crashes} since a row was committed"
+                self.event(f"the committer beside {relay} {trouble.how}; it is started again ({since})")
+        self._committers = dict(committers)
 
     def _warn(self, warnings: Sequence[str]) -> None:
         """Each once, as long as the trainer goes on giving it."""

@@ -20,6 +20,7 @@ from laminar.buffer.keys import Keys
 from laminar.buffer.memory import MemoryCoordination, MemoryEtcd
 from laminar.buffer.records import (
     Claim,
+    CommitterTrouble,
     Cursor,
     Incoming,
     LeaderRecord,
@@ -222,6 +223,14 @@ class TestLiveStatus:
         assert "none is alive: 4 steps trained, 5 decided" in text_of_it
         assert "weights     version 4, digest dddddddddddd, 2.0 MiB" in text
         assert "uncommitted 7 experience" in text and "manager 3-cc" in text
+        assert "committer " not in text
+        crashed = CommitterTrouble(crashes=3, how="was killed (signal 11)")
+        crashing = replace(live, committers={"relay-h-3-cc": crashed, "relay-h-4-dd": None})
+        text_of_it = text_of(rendering.status(RunStatus("my-run", "runs/my-run", 40, crashing, "", None)), width=100)
+        assert (
+            "committer   crash 3 of that beside relay 3-cc since a row was committed: it was killed (signal 11)"
+            in text_of_it
+        )
         assert "moved       3 handed over by repack, 2 taken over, 1,200 tokens prefilled again" in text
 
     async def test_a_step_is_shown_once_its_figures_are_known(self) -> None:

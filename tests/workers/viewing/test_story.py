@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
-from laminar.buffer.records import TrainerHead, TrainerProgress
+from laminar.buffer.records import CommitterTrouble, TrainerHead, TrainerProgress
 from laminar.workers.training.step_metrics import all_truncated
 from laminar.workers.viewing.display import Display
 from laminar.workers.viewing.status import LiveStatus
@@ -79,6 +80,18 @@ def test_a_role_that_passes_to_another_worker_is_told_once() -> None:
     for leaders in ({"committer": "relay-a-1"}, {}, {"committer": "relay-a-2"}, {"committer": "relay-a-2"}):
         told.story.show(live(1, {0: 0.5}, leaders=leaders))
     assert [line for line in told.lines() if "committer" in line] == ["relay-a-2 is the committer now, after relay-a-1"]
+
+
+def test_each_crash_of_a_committer_is_told_once() -> None:
+    told = Told()
+    first = CommitterTrouble(crashes=1, how="ended with exit code 1: KeyError: 'seq'")
+    second = first.model_copy(update={"crashes": 2})
+    for trouble in (None, first, first, second, None, first):
+        told.story.show(replace(live(1, {0: 0.5}), committers={"relay-a-1": trouble}))
+    said = "the committer beside relay-a-1 ended with exit code 1: KeyError: 'seq'; it is started again (crash"
+    assert [line for line in told.lines() if "committer" in line] == [
+        f"{said} {n} since a row was committed)" for n in (1, 2, 1)
+    ]
 
 
 def test_a_short_silence_of_etcd_on_a_busy_machine_is_not_told() -> None:

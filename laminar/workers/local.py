@@ -21,14 +21,12 @@ from typing import Literal
 from laminar.buffer.coordination import Coordination, KeyValue
 from laminar.buffer.etcd import EtcdCoordination
 from laminar.buffer.etcd_access import EtcdAccess
-from laminar.buffer.extent import REMEDY, behind, read_extent
 from laminar.buffer.keys import Keys
 from laminar.buffer.manifest import RunFile
-from laminar.buffer.records import RunManifest, TrainerHead
-from laminar.buffer.schema import FORMAT_VERSION, TABLES
+from laminar.buffer.records import TrainerHead
 from laminar.clock import SystemClock
 from laminar.config import Config
-from laminar.errors import ConfigError, LaminarError, StoreError
+from laminar.errors import LaminarError, StoreError
 from laminar.relay.binding import make_private
 from laminar.workers.chain import check_listening
 from laminar.workers.committer_lives import given_up
@@ -36,16 +34,16 @@ from laminar.workers.relay import socket_folder
 from laminar.workers.supervisor.children import worker_command
 from laminar.workers.supervisor.disk import watch_disk
 from laminar.workers.supervisor.ending import Ending, forget_ending, write_ending
+from laminar.workers.supervisor.entering import enter
 from laminar.workers.supervisor.etcd_process import EtcdProcess, find_etcd
 from laminar.workers.supervisor.etcd_restarts import restarted
 from laminar.workers.supervisor.etcd_upkeep import Upkeep
 from laminar.workers.supervisor.exclusion import Supervision, only_supervisor
 from laminar.workers.supervisor.hung import HUNG_S, Hung
-from laminar.workers.supervisor.preparation import Plan, plan_run, write_plan
+from laminar.workers.supervisor.preparation import Plan, plan_run
 from laminar.workers.supervisor.run_etcd import coordination_service, reach
 from laminar.workers.supervisor.store_mark import write_mark
 from laminar.workers.supervisor.supervision import Supervised, sign_off, uncounted
-from laminar.workers.tables import open_table
 from laminar.workers.viewing.display import Display, write_line
 from laminar.workers.viewing.inspect import StoreView
 from laminar.workers.viewing.status import LiveStatus, read_live
@@ -100,7 +98,7 @@ async def _run(config: Config, *, dry_run: bool, plain: bool) -> int:
             keys = Keys(config.run.name)
             hold = only_supervisor(coordination, keys, SystemClock(), config.coordination.lease_ttl)
             async with hold as supervision:
-                file, keys = await _enter(plan, coordination, keys)
+                file, keys = await enter(plan, coordination, keys, supervision)
                 job = LocalJob(config, plan, file, coordination, keys, access, root, etcd)
                 state = await job.run(stop, plain, supervision)
                 return 128 + signals[0] if state == "stopped" else int(state == "failed")
@@ -118,60 +116,6 @@ async def _check_etcd(config: Config) -> None:
         await reach(config.coordination.access())
     else:
         await asyncio.to_thread(find_etcd)
-
-
-async def _enter(plan: Plan, coordination: Coordination, keys: Keys) -> tuple[RunFile, Keys]:
-    """Make the store and the manifest in etcd agree; a run that was done may be given more steps."""
-    kv = await coordination.get(keys.manifest)
-    manifest = RunManifest.parse(kv.value) if kv else None
-    if manifest is not None:
-        keys = Keys(keys.run, manifest.generation)
-    head_kv = await coordination.get(keys.trainer)
-    head = TrainerHead.parse(head_kv.value) if head_kv else None
-    if manifest is not None and (plan.existing is None or plan.existing.store_id != manifest.store_id):
-        raise ConfigError(
-            f"etcd knows a run {keys.run!r} with its store at {manifest.store} (id {manifest.store_id}), which is not "
-            f"{plan.storage.url}: choose another run.name, or restore that store"
-        )
-    if manifest is None and plan.existing is not None and await _has_begun(plan):
-        raise ConfigError(
-            f"{plan.storage.url} holds run {plan.existing.run!r}, but this etcd does not know it: point "
-            "coordination.endpoints at its etcd, rebuild it from the store if it was lost (`laminar recover "
-            f"{plan.storage.url}`), or start another run (run.name)"
-        )
-    if manifest is not None and plan.existing is not None:
-        await _check_age(plan, plan.existing, coordination, keys)
-    file = await write_plan(plan, SystemClock(), step=head.decided if head else 0)
-    record = RunManifest(
-        run=keys.run, store=plan.storage.url, storage=plan.config.storage.model_dump(), store_id=file.store_id,
-        generation=manifest.generation if manifest else file.generation, format_version=FORMAT_VERSION,
-        config=file.config_digest,
-    )  # fmt: skip
-    if record != manifest:  # a new run, another config, or the same store at another place
-        await coordination.put(keys.manifest, record.dump())
-    tried_again = head is not None and (head.state == "failed" or head.decided < plan.config.run.max_steps)
-    if head is not None and head.state != "running" and tried_again:
-        # A finished run with more steps, or a failed one tried again, goes on where it was.
-        again = head.model_copy(update={"state": "running", "reason": ""})
-        await coordination.put(keys.trainer, again.dump())
-    return file, keys
-
-
-async def _check_age(plan: Plan, existing: RunFile, coordination: Coordination, keys: Keys) -> None:
-    """Raises ConfigError if etcd was restored from a copy that is older than the store."""
-    tables = {name: open_table(plan.storage, name) for name in TABLES}
-    extent = await read_extent(plan.storage, tables)
-    missing = behind(extent, (await coordination.range(keys.prefix)).items, keys)
-    if existing.generation > keys.generation:
-        missing.insert(0, f"the store is in generation {existing.generation}, etcd in {keys.generation}: {REMEDY}")
-    if missing:
-        raise ConfigError(f"run {keys.run!r} cannot go on:\n  " + "\n  ".join(missing))
-
-
-async def _has_begun(plan: Plan) -> bool:
-    """Whether anything was generated. A start that ended between its `run.json` and etcd's manifest is just resumed."""
-    folders = ("partials", "incoming", "batches", "checkpoints", "experience.lance")
-    return any([await plan.storage.list(folder) for folder in folders])
 
 
 class LocalJob:

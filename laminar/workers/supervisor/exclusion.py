@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from laminar.buffer.coordination import Coordination, Delete, Put, Transaction, absent, unchanged
+from laminar.buffer.coordination import Compare, Coordination, Delete, Put, Transaction, absent, created_at, unchanged
 from laminar.buffer.keys import Keys
 from laminar.buffer.records import SupervisorRecord
 from laminar.buffer.session import Session, transact_or_read_back
 from laminar.clock import Clock
-from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable
+from laminar.errors import ConfigError, CoordinationError, CoordinationUnavailable, Fenced
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,8 @@ class Supervision:
         self.lease_ttl = lease_ttl
         self.record = this_process(clock)
         self.session: Session | None = None
+        self._create_revision = 0
+        """Of the key, as this process holds it; 0 before it has claimed it."""
 
     async def claim(self) -> None:
         """Raises ConfigError naming the living holder, or the one that cannot be seen from here."""
@@ -108,7 +110,10 @@ class Supervision:
             if kv is None:
                 put = Put(key, value, self.session.lease)
                 created = Transaction((absent(key),), (put,))
-                if await transact_or_read_back(self.coordination, created, committed=self._is_ours):
+                await transact_or_read_back(self.coordination, created, committed=self._is_ours)
+                kv = await self.coordination.get(key)
+                if kv is not None and kv.lease == self.session.lease:
+                    self._create_revision = kv.create_revision
                     return
                 continue
             holder = SupervisorRecord.parse(kv.value)
@@ -125,6 +130,20 @@ class Supervision:
     async def _is_ours(self) -> bool:
         kv = await self.coordination.get(self.keys.supervisor)
         return kv is not None and self.session is not None and kv.lease == self.session.lease
+
+    def guard(self) -> Compare:
+        """Goes into what this process writes to the run in etcd: nothing of it takes effect once the hold is lost."""
+        return created_at(self.keys.supervisor, self._create_revision)
+
+    async def check(self) -> None:
+        """Raises Fenced if the hold is lost."""
+        kv = await self.coordination.get(self.keys.supervisor)
+        if kv is None or kv.create_revision != self._create_revision:
+            raise Fenced(
+                f"this `laminar run` lost its hold on run {self.keys.run!r}: it was stopped, or cut off from etcd, for "
+                f"longer than its lease of {self.lease_ttl:.0f} s; another one may work on the run: see `laminar "
+                "status`, and run this again if none does"
+            )
 
     async def keep(self) -> None:
         """Claim again whenever the lease is lost (etcd was away for long). Raises ConfigError if another took over."""

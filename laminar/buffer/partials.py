@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from laminar.buffer.keys import trajectory_name
 from laminar.buffer.schema import PARTIALS
@@ -98,8 +99,8 @@ TrajectoryTerm = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PartialRows:
-    """Everything that a worker's log holds. `rows` are in the order of writing; `damage` names what could not be read
-    (a torn end is normal and not damage); `bytes` is the size of the log."""
+    """What a worker's log holds of the trajectories that were asked for. `rows` are in the order of writing; `damage`
+    names what could not be read, of whomever (a torn end is normal and not damage); `bytes` is the size of the log."""
 
     rows: dict[TrajectoryTerm, list[PartialRow]]
     damage: list[str] = field(default_factory=list)
@@ -199,18 +200,21 @@ async def delete_segment(storage: Storage, path: str) -> None:
             await storage.delete(file.path)
 
 
-async def read_partials(storage: Storage, worker: str) -> PartialRows:
-    """All rows of a worker's log; none if it wrote none. Damage is reported, never raised. A log that rotates while
-    it is read is read again; raises StoreError if that does not end."""
+async def read_partials(
+    storage: Storage, worker: str, wanted: Collection[TrajectoryTerm] | None = None
+) -> PartialRows:
+    """The rows of a worker's log, of those trajectories that are `wanted` (None: of all); none if it wrote none. Damage
+    is reported, never raised. A log that rotates while it is read is read again; raises StoreError if that does not
+    end."""
     for _ in range(READ_TRIES):
         try:
-            return await _read_once(storage, worker)
+            return await _read_once(storage, worker, wanted)
         except NotFound as e:
             log.info("the log of %s has rotated, reading it again: %s", worker, e)
     raise StoreError(f"the partial log of {worker} lost segments during each of {READ_TRIES} readings; try again later")
 
 
-async def _read_once(storage: Storage, worker: str) -> PartialRows:
+async def _read_once(storage: Storage, worker: str, wanted: Collection[TrajectoryTerm] | None) -> PartialRows:
     files: list[FileInfo] = await storage.list(folder_of(worker))
     result = PartialRows({}, bytes=sum(f.size for f in files))
     for path in sorted({segment_of(f.path) for f in files}):
@@ -219,16 +223,23 @@ async def _read_once(storage: Storage, worker: str) -> PartialRows:
             result.damage.append(contents.damage)
             log.error("partial log of %s: %s; what follows there is lost", worker, contents.damage)
         if sum(batch.num_rows for batch in contents.batches) > THREAD_ROWS:
-            await asyncio.to_thread(_add_rows, result, contents)
+            await asyncio.to_thread(_add_rows, result, contents, wanted)
         else:
-            _add_rows(result, contents)
+            _add_rows(result, contents, wanted)
     return result
 
 
-def _add_rows(result: PartialRows, contents: SegmentContents) -> None:
-    for batch in contents.batches:
+def _add_rows(result: PartialRows, contents: SegmentContents, wanted: Collection[TrajectoryTerm] | None) -> None:
+    table = pa.Table.from_batches(contents.batches, PARTIALS)
+    if wanted is not None:
+        # Before anything becomes an object of Python: who adopts a few wants little of what an hour of many wrote.
+        groups = pa.array({group for group, _, _ in wanted}, PARTIALS.field("group").type)
+        table = table.filter(pc.is_in(table["group"], value_set=groups))
+    for batch in table.combine_chunks().to_batches():
         for row in from_batch(batch):
-            result.rows.setdefault((row.group, row.sample, row.term), []).append(row)
+            key = (row.group, row.sample, row.term)
+            if wanted is None or key in wanted:
+                result.rows.setdefault(key, []).append(row)
 
 
 def to_batch(rows: Sequence[PartialRow]) -> pa.RecordBatch:

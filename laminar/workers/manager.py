@@ -146,7 +146,8 @@ class Manager:
         reason = claims.exhausted(orphan.claim)
         group, sample = orphan.id
         source = orphan.claim.source
-        rows = (await read_partials(self.run_info.storage, source.worker)).rows.get((group, sample, source.term), [])
+        term = (group, sample, source.term)
+        rows = (await read_partials(self.run_info.storage, source.worker, {term})).rows.get(term, [])
         now = self.clock.now_us()
         partial = assemble(rows) if rows else Partial([], [], [], [], [], 0, "generating", None, None, now)
         epoch, _, index = locate(group, self.run_info.file.prompts, self.run_info.config.run.seed)

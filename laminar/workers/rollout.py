@@ -23,7 +23,7 @@ from laminar.buffer import claims
 from laminar.buffer.claims import Held
 from laminar.buffer.coordination import Delete, Transaction, unchanged
 from laminar.buffer.ledger import Ledger
-from laminar.buffer.partials import PartialLog, PartialRows, assemble, read_partials
+from laminar.buffer.partials import PartialLog, PartialRows, TrajectoryTerm, assemble, read_partials
 from laminar.buffer.prompts import locate
 from laminar.buffer.records import Complete, EvaluationRequest, TrainerHead, WeightsHead
 from laminar.workers.context import Member, Run
@@ -310,11 +310,13 @@ class Rollout:
 
     async def _adopt(self, waiting: list[Held]) -> None:
         """Copy what the last source made durable into this worker's log, then become the source."""
-        sources = {h.claim.source.worker for h in waiting}
+        wanted: dict[str, set[TrajectoryTerm]] = {}
+        for h in waiting:
+            wanted.setdefault(h.claim.source.worker, set()).add((*h.id, h.claim.source.term))
         storage = self.run_info.storage
         logs = {
-            s: await patiently(self.clock, f"reading the partial log of {s}", partial(read_partials, storage, s))
-            for s in sources
+            s: await patiently(self.clock, f"reading the partial log of {s}", partial(read_partials, storage, s, terms))
+            for s, terms in wanted.items()
         }
         for damage in (d for rows in logs.values() for d in rows.damage):
             log.error("adopting from a damaged log, what it lost is generated again: %s", damage)

@@ -139,6 +139,28 @@ async def test_flushed_rows_are_read_by_trajectory_and_term(storage: MemoryStora
     assert (await read_partials(storage, "nobody")).rows == {}
 
 
+async def test_only_what_is_wanted_of_a_log_is_read(storage: MemoryStorage) -> None:
+    """Of many that share it, of their groups and terms too: the same rows in the same order as in all of it."""
+    log = PartialLog(storage, "w", sync=True)
+    everybody = [(group, sample, term) for group in range(6) for sample in range(2) for term in (1, 2)]
+    for tokens in range(4):
+        await log.append(
+            [
+                row("policy", tokens, [100 * g + 10 * s + t, tokens], group=g, sample=s, term=t)
+                for g, s, t in everybody
+                if (g + s + t + tokens) % 3
+            ]
+        )
+        if tokens == 1:
+            await log.rotate([row("policy", 0, [1], group=9)])
+    whole = (await read_partials(storage, "w")).rows
+    wanted = {(1, 0, 2), (4, 1, 1), (4, 0, 1), (9, 1, 2), (7, 7, 7)}
+    found = await read_partials(storage, "w", wanted)
+    assert found.rows == {key: rows for key, rows in whole.items() if key in wanted} and len(found.rows) == 4
+    assert found.bytes == storage.used_bytes
+    assert (await read_partials(storage, "w", ())).rows == {}
+
+
 async def test_another_worker_whose_name_begins_alike_is_another_worker(storage: MemoryStorage) -> None:
     await PartialLog(storage, "w1", sync=True).append([PROMPT])
     await PartialLog(storage, "w10", sync=True).append([PROMPT, replace(PROMPT, sample=2)])

@@ -15,8 +15,9 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K")
 
-PATIENCE_S = 0.5
-"""Seconds that a connection has for sure: many times what a proof takes."""
+PATIENCE_S = 0.1
+"""Seconds that a connection has for sure: many times what a proof takes. The longer, the fewer places become free for
+who proves it, beside many of its network that never do."""
 MAPPED = bytes(10) + b"\xff\xff"
 """What an IPv6 address that means an IPv4 one begins with."""
 

@@ -4,8 +4,9 @@
                                                                   owner: seal ──── waits for all ───────┴──▶ version
 
 The seal is the barrier: the writers need none among themselves. It succeeds only if every writer said that it was done,
-and if together they wrote as many bytes as the version's tensors have. So a writer that died, one that was forgotten,
-or blocks that overlap leave no version.
+and if together they wrote as many bytes as the version's tensors have. So a writer that died or was forgotten, or one
+that wrote too little or too much, leaves no version. Which bytes they wrote is up to them: the blocks of a mesh of
+devices (`blocks`) do not overlap.
 """
 
 from __future__ import annotations

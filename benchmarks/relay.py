@@ -10,8 +10,8 @@ chain     each relay in a network namespace of its own, with a link to each neig
           / (seconds from its first piece to its last x that rate).
 loopback  one hop between two processes, until the bytes lie in the arena and until they are checked, beside the
           plain copy: sendall from one mapped buffer, recv_into another, in as large slices. All memory, of both, was
-          touched before. Checking takes a third core's work, on two cores it can only take turns with the copy: so the
-          copy is made once without checks, and once with the checksum of each slice taken in a thread.
+          touched before. On two cores checks take turns with the copy: so it is also made over two connections, by
+          threads that each take the checksum of a slice as soon as it is there: about the most that can be had.
 Medians of `--repeats`; each repeat is a version of its own, and all times are of one monotonic clock. On a busy machine
 a relay may not answer in time, and the next one asks another: such a round is not of this chain, and is measured anew.
 """
@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -241,51 +242,64 @@ def _round(nodes: Sequence[NodeProcess], nbytes: int, version: int) -> Round:
 # -- loopback -------------------------------------------------------------------------------------------------------
 
 COPY = """
-import concurrent.futures, mmap, socket, sys
+import mmap, socket, sys, threading
 import blake3
-port, nbytes, size, rounds, checks = map(int, sys.argv[1:])
+port, nbytes, size, rounds, connections, checks = map(int, sys.argv[1:])
 target = mmap.mmap(-1, nbytes)
 target.write(bytes(nbytes))
-checker = concurrent.futures.ThreadPoolExecutor(1)
-check = lambda part: blake3.blake3(part).digest()
-with socket.create_connection(("127.0.0.1", port)) as sock, memoryview(target) as view:
-    sock.sendall(b"r")
-    for _ in range(rounds):
-        at, checked, checking = 0, 0, []
-        while at < nbytes:
-            at += sock.recv_into(view[at : at + size])
-            while checks and checked < nbytes and at >= min(checked + size, nbytes):
-                checking.append(checker.submit(check, view[checked : checked + size]))
-                checked += size
-        concurrent.futures.wait(checking)
-        sock.sendall(b"d")
-    checker.shutdown()
-    checking.clear()
+view = memoryview(target)
+
+def receive(i):
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(bytes([i]))
+        for _ in range(rounds):
+            for start in range(i * size, nbytes, connections * size):
+                at, end = start, min(start + size, nbytes)
+                while at < end:
+                    at += sock.recv_into(view[at:end])
+                if checks:
+                    blake3.blake3(view[start:end]).digest()
+            sock.sendall(b"d")
+
+threads = [threading.Thread(target=receive, args=(i,)) for i in range(connections)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
 """
 
 
-def plain_copy(nbytes: int, size: int, rounds: int, *, checks: bool = False) -> list[float]:
-    """Seconds of each plain copy between two processes' mapped buffers. `checks`: with a checksum of each slice, taken
-    in a thread of the receiver."""
+def plain_copy(nbytes: int, size: int, rounds: int, *, connections: int = 1, checks: bool = False) -> list[float]:
+    """Seconds of each plain copy between two processes' mapped buffers, by a thread each for a connection. `checks`:
+    each takes the checksum of a slice before it receives the next."""
     source = mmap.mmap(-1, nbytes)
     source.write(os.urandom(1 << 20) * -(-nbytes // (1 << 20)) if nbytes < 1 << 20 else os.urandom(1 << 20))
     for start in range(1 << 20, nbytes, 1 << 20):
         source[start : min(nbytes, start + (1 << 20))] = source[: min(1 << 20, nbytes - start)]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        command = [sys.executable, "-c", COPY, str(port), str(nbytes), str(size), str(rounds), str(int(checks))]
-        with subprocess.Popen(command):
-            peer, _ = server.accept()
+        numbers = map(str, (port, nbytes, size, rounds, connections, int(checks)))
+        with subprocess.Popen([sys.executable, "-c", COPY, *numbers]), memoryview(source) as view:
+            peers = dict(_numbered(server) for _ in range(connections))
+
+            def send(place: int) -> None:
+                for start in range(place * size, nbytes, connections * size):
+                    peers[place].sendall(view[start : start + size])
+                peers[place].recv(1)
+
             times = []
-            with peer, memoryview(source) as view:
-                peer.recv(1)
+            with ThreadPoolExecutor(connections) as pool:
                 for _ in range(rounds):
                     began = time.monotonic()
-                    for start in range(0, nbytes, size):
-                        peer.sendall(view[start : start + size])
-                    peer.recv(1)
+                    list(pool.map(send, peers))
                     times.append(time.monotonic() - began)
+            for peer in peers.values():
+                peer.close()
     return times
+
+
+def _numbered(server: socket.socket) -> tuple[int, socket.socket]:
+    """A connection, by the number with which it begins."""
+    peer, _ = server.accept()
+    return peer.recv(1)[0], peer
 
 
 def measure_loopback(arguments: argparse.Namespace) -> None:
@@ -301,9 +315,9 @@ def measure_loopback(arguments: argparse.Namespace) -> None:
             landed.append(received[0]["landed_s"])
             hop.append(received[0]["seconds"])
             plain.append(plain_copy(nbytes, 4 << 20, 2)[1])
-            checked.append(plain_copy(nbytes, 4 << 20, 2, checks=True)[1])
+            checked.append(plain_copy(nbytes, 4 << 20, 2, connections=2, checks=True)[1])
     print(f"{'plain socket copy':19} {_gigabytes(nbytes, plain)}")
-    print(f"{'plain copy, checked':19} {_gigabytes(nbytes, checked)}")
+    print(f"{'two of them, checked':19} {_gigabytes(nbytes, checked)}")
     for name, times in (("relay hop, landed", landed), ("relay hop, checked", hop)):
         bare, same = (statistics.median(p / t for p, t in zip(copy, times, strict=True)) for copy in (plain, checked))
         shares = f"{bare:6.1%} of the plain copy's rate, {same:6.1%} of the checked one's"
@@ -338,7 +352,7 @@ def main() -> None:
     parser.add_argument("--piece-kib", type=int, default=256)
     parser.add_argument("--hops", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--streams", type=int, default=1, help="connections of the loopback hop")
+    parser.add_argument("--streams", type=int, default=0, help="connections of the loopback hop; 0: as a run has")
     arguments = parser.parse_args()
     if arguments.only != "loopback":
         if os.geteuid() != 0:

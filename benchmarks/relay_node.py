@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--retain", type=int, default=1, help="versions held; differences need 2")
     parser.add_argument("--whole", action="store_true", help="ask for no differences")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")
-    parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=0)
     parser.add_argument("--rate", type=float, default=1e9, help="what the first transfer takes the links for, bytes/s")
     logging.basicConfig(level="WARNING", stream=sys.stderr)
     asyncio.run(Node(parser.parse_args()).run())

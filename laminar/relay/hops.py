@@ -13,6 +13,8 @@ from laminar.relay.ways import WayChoice
 
 USUAL_RATE = 1e9
 """Bytes a second that a link is taken for until one was measured."""
+FAST_RATE, FAST_STREAMS = 1.5e9, 3
+"""Bytes a second from which on more than one connection is worth its place, and how many are."""
 HANDLING_S = 200e-6
 """Seconds that a piece costs beside its bytes and the way there and back."""
 
@@ -77,7 +79,8 @@ class Measures:
 class Tuning:
     """What the next transfer starts from: the rate of the last one (bytes a second), and streams a hop."""
 
-    streams: int = 1
+    streams: int = 0
+    """Connections, if fixed; 0: one, and several where the last transfer was fast."""
     rate: float = USUAL_RATE
     layout: Layout | None = None
     grain: int = 0
@@ -85,6 +88,10 @@ class Tuning:
     deltas: bool = True
     """Whether differences to the newest version here are asked for, where they are faster."""
     way: WayChoice = field(default_factory=WayChoice)
+
+    def streams_for(self, pieces: int) -> int:
+        """Connections for a transfer of so many pieces. What the processor limits, threads of several move faster."""
+        return max(1, min(self.streams or (FAST_STREAMS if self.rate >= FAST_RATE else 1), pieces))
 
     def grain_for(self, header: VersionHeader, *, relays: int, round_trip_s: float) -> int:
         """Chunks of a piece, in a chain of so many relays. Checking a piece is one more stage of it, which works while

@@ -330,7 +330,7 @@ class Transfer:
         grain = self._tuning.grain_for(header, relays=self._relays, round_trip_s=round_trip_s)
         self._measures.peers.append(relay)
         self._measures.grain = grain
-        streams = max(1, min(self._tuning.streams, len(missing) // grain))
+        streams = self._tuning.streams_for(len(missing) // grain)
         shares = [missing.every(streams, i, grain) for i in range(streams)] if streams > 1 else [missing.copy()]
         links = peer.links[:1] if self._now() - peer.answered_at < FRESH_S else []
         async with asyncio.TaskGroup() as group:

@@ -36,6 +36,7 @@ from laminar.relay.chunks import MAX_CHUNKS, ChunkSet, Piece, chunk_count
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import MAX_FRAME, MAX_VERSION, Message, decode, integer, text
 from laminar.relay.transport.base import LinkBroken, PeerRefused, PullRequest, VersionHeader, VersionName
+from laminar.relay.transport.bulk import Bulk
 from laminar.relay.transport.handshake import TAG_BYTES, Sealer
 
 PREFIX = struct.Struct(">BI")
@@ -86,8 +87,12 @@ class FrameChannel:
     """Frames and bytes over a non-blocking stream socket. Raises LinkBroken when it ends or is silent for too long,
     PeerRefused for what is not a frame that may come now."""
 
-    def __init__(self, sock: socket.socket, *, peer: str, stall_s: float, send_s: float = 30.0) -> None:
+    def __init__(
+        self, sock: socket.socket, *, peer: str, stall_s: float, send_s: float = 30.0, bulk: Bulk | None = None
+    ) -> None:
+        """`bulk`: threads for large pieces, if any come."""
         self.peer = peer
+        self._bulk = bulk
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._stall_s = stall_s
@@ -141,6 +146,9 @@ class FrameChannel:
         turn = 0
         while target.nbytes:
             try:
+                if self._bulk is not None and (count := await self._bulk.receive(self._sock, target)):
+                    target, turn = target[count:], 0
+                    continue
                 count = self._sock.recv_into(target[:SLICE])
             except BlockingIOError:
                 await self._readable(self._stall_s, "sent nothing")
@@ -174,10 +182,15 @@ class FrameChannel:
                 loop.remove_reader(self._sock)
 
     async def send_bytes(self, data: memoryview) -> None:
-        for start in range(0, data.nbytes, SLICE):
+        many = data.nbytes > SLICE
+        while data.nbytes:
             async with _Deadline(self, self._send_s, "took nothing"):
-                await self._loop.sock_sendall(self._sock, data[start : start + SLICE])
-            if data.nbytes > SLICE:
+                count = await self._bulk.send(self._sock, data) if self._bulk is not None else 0
+                if not count:
+                    count = min(SLICE, data.nbytes)
+                    await self._loop.sock_sendall(self._sock, data[:count])
+            data = data[count:]
+            if many:
                 await asyncio.sleep(0)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from laminar.errors import WeightsError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece, span
 from laminar.relay.transport.base import HEARTBEAT_S, ChunkSource, LinkBroken, PeerRefused
+from laminar.relay.transport.bulk import to_its_end
 from laminar.relay.transport.frames import DELTA, PIECE, FrameChannel, Kind, reason_of
 
 T = TypeVar("T")
@@ -101,18 +102,8 @@ async def receive_delta(channel: FrameChannel, base: Arena, arena: Arena, bounds
 
 
 async def uninterrupted(function: Callable[..., T], *arguments: object) -> T:
-    """Its result, from a thread. A cancellation waits for its end: it uses memory that may go afterwards."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-    try:
-        return await asyncio.shield(work)
-    finally:
-        while not work.done():
-            try:
-                await asyncio.wait([work])
-            except asyncio.CancelledError:
-                continue  # the one that is under way already, asked for again
-        if not work.cancelled():
-            work.exception()  # seen, should the cancellation be what is raised
+    """Its result, from a thread. A cancellation waits for its end."""
+    return await to_its_end(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
 
 
 async def told(channel: FrameChannel, upcoming: Awaitable[T]) -> T:

@@ -34,6 +34,7 @@ from laminar.relay.transport.base import (
     PullRequest,
     VersionHeader,
 )
+from laminar.relay.transport.bulk import Bulk
 from laminar.relay.transport.frames import (
     FrameChannel,
     Kind,
@@ -111,6 +112,7 @@ class TcpTransport:
         self._delta_share = delta_share
         self._on_refusal, self._on_error = on_refusal, on_error
         self._names = names or Names()
+        self._bulk = Bulk()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._admission = Admission(on_refusal)
@@ -131,7 +133,7 @@ class TcpTransport:
             async with asyncio.timeout(deadline_s):
                 sock = await _reach(await self._names.addresses(host, port), loop.time() + deadline_s)
                 try:
-                    channel = FrameChannel(sock, peer=peer, stall_s=self._stall_s)
+                    channel = FrameChannel(sock, peer=peer, stall_s=self._stall_s, bulk=self._bulk)
                     asker = Asker(Identity(self._secret, self._run, relay))
                     proof = asker.prove(await channel.exactly(GREETING.size))
                     await channel.send_bytes(memoryview(proof))
@@ -163,6 +165,7 @@ class TcpTransport:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._names.close()
+        self._bulk.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -177,7 +180,7 @@ class TcpTransport:
     async def serve(self, sock: socket.socket, address: str, find: FindSource) -> None:
         """Serve one connection until its end; whatever it sends, only it is ended."""
         _prepare(sock)
-        channel = FrameChannel(sock, peer=address, stall_s=HANDSHAKE_S)
+        channel = FrameChannel(sock, peer=address, stall_s=HANDSHAKE_S, bulk=self._bulk)
         try:
             try:
                 await self._admit(channel)

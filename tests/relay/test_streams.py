@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from laminar.relay.chunks import ChunkSet, Piece
+from laminar.relay.hops import FAST_RATE, FAST_STREAMS, Tuning
 from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import ChunkSource, PullRequest, VersionName
 
@@ -94,6 +95,14 @@ async def came(chain: Chain, chunks: int, *nodes: Node) -> None:
 
 def sound(chain: Chain, name: VersionName, source: bytes) -> None:
     assert all(node.bytes_of(name) == source for node in chain.nodes)
+
+
+def test_a_fast_link_gets_several_connections_unless_their_number_is_fixed() -> None:
+    assert Tuning().streams_for(100) == 1, "nothing is measured yet"
+    assert Tuning(rate=FAST_RATE).streams_for(100) == FAST_STREAMS > 1
+    assert Tuning(rate=FAST_RATE).streams_for(2) == 2 and Tuning(rate=FAST_RATE).streams_for(0) == 1, "a piece each"
+    assert Tuning(streams=1, rate=FAST_RATE).streams_for(100) == 1
+    assert Tuning(streams=4, rate=1e6).streams_for(100) == 4
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 100])

@@ -82,7 +82,7 @@ class Relay:
                 for name in chain.transports
             }
             links = {name: await t.listen(weights.holdings.find) for name, t in transports.items()}
-            self.follower = Follower(weights.holdings, transports, self.name, self.host, tuning=Tuning(grain=1))
+            self.follower = Follower(weights.holdings, transports, self.name, self.host, tuning=Tuning(grain=1, streams=chain.streams))
             weights.holdings.fetch_elsewhere = self.follower.fetch
             self.links = links
             chain.changed.set()
@@ -108,6 +108,8 @@ class Chain:
         self.source = random.Random(f"chain/{case}")
         self.network = SimNetwork(loop, random.Random(f"network/{case}"), delay_s=DELAY_S, rate=RATE)
         self.transports = ("verbs", "tcp") if case.transport == "verbs" else ("tcp",)
+        self.streams = random.Random(f"streams/{case}").randint(1, 3)
+        """Connections a hop."""
         self.switchboard: dict[str, SimWeights] = {}
         self.relays: list[Relay] = []
         self.changed = asyncio.Event()

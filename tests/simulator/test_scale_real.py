@@ -72,6 +72,17 @@ def test_turns_wait_as_often_and_cost_as_much_anew_in_model_and_workers() -> Non
     assert real.refilled_tokens == pytest.approx(modelled.refilled_tokens, rel=0.2), (real, modelled)
 
 
+def test_weights_take_their_way_for_those_that_wait_for_them_in_model_and_workers() -> None:
+    """20 s of the minute of a step: rollouts and trainer take turns."""
+    slow = job(
+        costs={"version_bytes": 50e9, "bytes_per_s": 2.5e9, "load_s": 0.5}, lengths={"median": 400.0},
+        job={"steps": 2, "warmup_steps": 1, "max_tokens": 4096, "max_staleness": 0},
+    )  # fmt: skip
+    real, modelled = run_real("laminar", slow), run_policy("laminar", slow)
+    assert modelled.step_s > 40
+    assert real.step_s == pytest.approx(modelled.step_s, rel=0.1), (real, modelled)
+
+
 def test_trajectories_shorter_than_their_turns_end_in_model_and_workers() -> None:
     short = job(
         environment={"turns": 4, "median_s": 10.0}, lengths={"median": 2.0}, job={"steps": 1, "warmup_steps": 1}

@@ -150,7 +150,9 @@ class CostEngine:
             raise WeightsError(f"version {source.version} is {info.digest[:12]}, promised was {source.digest[:12]}")
         verify(memoryview(data), layout, CHUNK_BYTES, source.digest)
         now, weights = self.process.loop.now, self.job.costs.weights
-        arrives = self.published_at.get(source.version, -1e9) + weights.arrival_s(self.relay)
+        # Who waits for a version asks for it before anybody has looked when it was published: just now, then.
+        published = self.published_at.get(source.version, now if source.version else -1e9)
+        arrives = published + weights.arrival_s(self.relay)
         await asyncio.sleep(max(0.0, arrives - now) + weights.load_s)
         self._version, self._digest = source.version, source.digest
         self._cached.clear()

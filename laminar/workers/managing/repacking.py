@@ -6,7 +6,8 @@
 | moment after each publish               |                                                                   |
 | a plan's deadline, by this clock        | delete `moves/<source>`: nothing moves by it any more             |
 | a rollout is much slower than others    | write `rests/<rollout>`: it draws nothing, its trajectories go    |
-| five minutes later                      | delete it: another chance                                         |
+| five minutes later, or when so many     | delete it: another chance                                         |
+| others left that too many rest          |                                                                   |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from laminar.buffer.ledger import Ledger
 from laminar.buffer.records import Complete, Cursor, Load, Move, Moves, Rest, TrainerHead, WeightsHead
 from laminar.workers.context import Run
 from laminar.workers.draining import Draining
-from laminar.workers.managing.slowness import Window, slow
+from laminar.workers.managing.slowness import Window, may_rest, slow
 from laminar.workers.mirror import Bell, Mirror
 from laminar.workers.repack import Handing, evacuate, plan
 
@@ -85,6 +86,7 @@ class Repacker:
                     mirror.check()
                 loads = self._living_loads()
                 await self._end_overdue(now)
+                await self._end_needed()
                 self._leave_alone(now)
                 if self._due(now):
                     await self._plan(now, loads)
@@ -198,6 +200,15 @@ class Repacker:
         await self._delete(self._overdue(self.rests, now, REST_S), "rollout %s has rested, it draws again")
         known = {(kv.key, kv.mod_revision) for m in (self.moves, self.rests) for kv in m.items.values()}
         self._first_seen = {key: at for key, at in self._first_seen.items() if key in known}
+
+    async def _end_needed(self) -> None:
+        """Rests of rollouts without which too few would draw, those that have lasted longest first."""
+        living = {key.rsplit("/", 1)[-1] for key in self.rollouts.items}
+        resting = [kv for kv in self.rests.items.values() if kv.key.rsplit("/", 1)[-1] in living]
+        many = len(resting) - may_rest(len(living))
+        if many > 0:
+            longest = sorted(resting, key=lambda kv: kv.create_revision)[:many]
+            await self._delete(longest, "others left: rollout %s is needed, it draws again")
 
     def _leave_alone(self, now: float) -> None:
         """Whoever has part in a plan that stands, or stood a moment ago: this manager's, or an earlier one's."""

@@ -105,3 +105,8 @@ def slow(windows: Mapping[str, Window], resting: Set[str]) -> dict[str, str]:
                 f"{count} others that run at least half as many make {usual:.1f}"
             )
     return found
+
+
+def may_rest(living: int) -> int:
+    """How many of so many rollouts may go on resting: when others leave, those that rest are needed again."""
+    return max(int(MAX_RESTING * living), min(1, living - 1))

@@ -199,6 +199,27 @@ async def resting_beside(fleet: Fleet, **others: dict[str, Any]) -> None:
     await fleet.manager.run_info.coordination.put(KEYS.rest("r-slow"), rest.dump())
 
 
+async def test_who_rests_draws_again_when_too_few_others_are_left() -> None:
+    """Of two that rest the one that has rested longer, then the other: the last one would draw nothing for minutes."""
+    fleet = await Fleet.assemble()
+    await fleet.publish(4)
+    names = ["r-first", "r-second", *(f"r-{i}" for i in range(4))]
+    for name in names:
+        await fleet.report(name, version=4, draining=False)
+    for name in names[:2]:
+        rest = Rest(reason="slow", until_us=0)
+        await fleet.manager.run_info.coordination.put(KEYS.rest(name), rest.dump())
+    running = asyncio.create_task(fleet.run(20.0))
+    resting = []
+    for leaving in ([], ["r-0"], ["r-1", "r-2"], ["r-3", "r-first"]):
+        for name in leaving:
+            kill(fleet.members[name])
+        await asyncio.sleep(2.0)
+        resting.append({key.rsplit("/", 1)[-1] for key in fleet.world.under(KEYS.rests_root)})
+    assert resting == [{"r-first", "r-second"}, {"r-second"}, {"r-second"}, set()]
+    await running
+
+
 async def test_where_nobody_has_room_a_resting_rollout_is_looked_at_again_some_seconds_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from laminar.buffer.records import Load
-from laminar.workers.managing.slowness import WINDOW_S, Window, slow
+from laminar.workers.managing.slowness import WINDOW_S, Window, may_rest, slow
 
 
 def load(tokens: float, running: int) -> Load:
@@ -100,6 +100,10 @@ def test_at_most_a_third_rests() -> None:
     assert list(slow(windows, set())) == ["x", "y"]
     assert list(slow(windows, {"a"})) == ["x"]
     assert not slow(windows, {"a", "b"})
+
+
+def test_somebody_is_awake_however_few_are_left() -> None:
+    assert [may_rest(n) for n in (0, 1, 2, 3, 5, 6, 9, 1000)] == [0, 0, 1, 1, 1, 2, 3, 333]
 
 
 def test_old_reports_are_forgotten() -> None:

@@ -82,7 +82,8 @@ class Relay:
                 for name in chain.transports
             }
             links = {name: await t.listen(weights.holdings.find) for name, t in transports.items()}
-            self.follower = Follower(weights.holdings, transports, self.name, self.host, tuning=Tuning(grain=1, streams=chain.streams))
+            tuning = Tuning(grain=1, streams=chain.streams)
+            self.follower = Follower(weights.holdings, transports, self.name, self.host, tuning=tuning)
             weights.holdings.fetch_elsewhere = self.follower.fetch
             self.links = links
             chain.changed.set()

@@ -15,8 +15,9 @@ USUAL_RATE = 1e9
 """Bytes a second that a link is taken for until one was measured."""
 FAST_RATE, FAST_STREAMS = 1.5e9, 3
 """Bytes a second from which on more than one connection is worth its place, and how many are."""
-HANDLING_S = 200e-6
-"""Seconds that a piece costs beside its bytes and the way there and back."""
+HANDLING_S = 1e-3
+"""Seconds that a piece costs beside its bytes and the way there and back: words about it, and from thread to thread,
+where all cores are busy with the bytes."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K")
 
-PATIENCE_S = 0.1
-"""Seconds that a connection has for sure: many times what a proof takes. The longer, the fewer places become free for
-who proves it, beside many of its network that never do."""
+PATIENCE_S = 0.05
+"""Seconds that a connection has for sure: a proof takes milliseconds. The longer, the fewer places become free for who
+proves it beside many of its network that never do. Beside 400 of these, which come back whenever they are closed, one
+in three attempts came in with half a second, two with a tenth, and nearly all with a twentieth."""
 MAPPED = bytes(10) + b"\xff\xff"
 """What an IPv6 address that means an IPv4 one begins with."""
 

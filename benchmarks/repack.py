@@ -1,6 +1,7 @@
 """What repack gains and costs: the same run with it on and off by turns, several rollouts with long-tailed lengths.
 
     python benchmarks/repack.py                       # two runs of each, ten minutes each, a quarter of two cores
+    python benchmarks/repack.py --rounds 1 --steps 10 --together     # both at once, in half the time
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
     python benchmarks/repack.py --engine vllm --longest 84 --median 12 --kv 0   # the model has 128 positions
     python benchmarks/repack.py --virtual --rounds 8 # the same workers in virtual time: seconds a run, nothing is late
@@ -181,9 +182,15 @@ def settings_of(interval: float, asked: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Result:
+async def one_run(kind: str, interval: float, asked: argparse.Namespace) -> Result:
+    """`kind`: "on" or "off"."""
+    with tempfile.TemporaryDirectory(prefix="repack-benchmark-") as folder:
+        return await _run(Path(folder), f"{NAME}-{kind}", interval, asked)
+
+
+async def _run(root: Path, name: str, interval: float, asked: argparse.Namespace) -> Result:
     store, log = root / "store", root / "output.log"
-    settings = {"run.name": NAME, "run.store": store, "rollout.engine": asked.engine, **settings_of(interval, asked)}
+    settings = {"run.name": name, "run.store": store, "rollout.engine": asked.engine, **settings_of(interval, asked)}
     command = [sys.executable, "-m", "laminar.cli", "run", str(HERE.parent / "examples" / "tiny.toml"), "--plain"]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value, default=str)}"]
@@ -202,7 +209,7 @@ async def one_run(root: Path, interval: float, asked: argparse.Namespace) -> Res
     try:
         endpoint = await asyncio.to_thread(appeared, store / "etcd" / "endpoint")
         coordination = EtcdAccess((endpoint,)).connect()
-        observing = asyncio.create_task(observe(coordination, Keys(NAME), seen))
+        observing = asyncio.create_task(observe(coordination, Keys(name), seen))
         ended = await process.wait()
         observing.cancel()
         await asyncio.gather(observing, return_exceptions=True)
@@ -280,18 +287,24 @@ async def main() -> None:
     parser.add_argument("--knee", type=int, default=16, help="the batch at which it takes half as long again")
     parser.add_argument("--kv", type=int, default=1700, help="tokens that a KV cache holds; 0: as the engine has it")
     parser.add_argument("--prefill", type=float, default=10_000.0, help="tokens prefilled a second")
+    parser.add_argument("--together", action="store_true", help="the two runs of a round at the same time")
     parser.add_argument("--virtual", action="store_true", help="in virtual time, on the simulator's twins")
     parser.add_argument("--interval", type=float, default=1.0, help="rollout.repack_interval of the runs with repack")
     asked = parser.parse_args()
     results: dict[str, list[Result]] = {"on": [], "off": []}
-    for number in range(asked.rounds):
-        for name, interval in (("on", asked.interval), ("off", 0.0)):
+    turns = asyncio.Semaphore(2 if asked.together and not asked.virtual else 1)
+
+    async def measure(name: str, interval: float, number: int) -> None:
+        async with turns:
             if asked.virtual:
-                results[name].append(await asyncio.to_thread(virtual, interval, asked, number))
+                result = await asyncio.to_thread(virtual, interval, asked, number)
             else:
-                with tempfile.TemporaryDirectory(prefix="repack-benchmark-") as folder:
-                    results[name].append(await one_run(Path(folder), interval, asked))
-            print(line(f"{name} {number}", results[name][-1]), flush=True)
+                result = await one_run(name, interval, asked)
+        results[name].append(result)
+        print(line(f"{name} {number}", result), flush=True)
+
+    for number in range(asked.rounds):
+        await asyncio.gather(measure("on", asked.interval, number), measure("off", 0.0, number))
     on, off = middle(results["on"]), middle(results["off"])
     print(line("on", on))
     print(line("off", off))

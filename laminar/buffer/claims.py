@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from laminar.buffer.coordination import (
@@ -54,7 +55,7 @@ class Held:
     claim: Claim
     kv: KeyValue
 
-    @property
+    @cached_property
     def id(self) -> TrajectoryId:
         return parse_trajectory(self.kv.key)
 
@@ -138,7 +139,7 @@ def validate(before: Claim | None, after: Claim | None) -> None:
 def complete_groups(cursor: int, open_claims: Iterable[Held]) -> int:
     """Of the first `cursor` groups those of which no trajectory is unfinished. `cursor`: as it was before the claims
     were read, or at that moment."""
-    return cursor - len({h.id[0] for h in open_claims if h.id[0] < cursor})
+    return cursor - len({group for h in open_claims if (group := h.id[0]) < cursor})
 
 
 def draw_size(room: int, allowed_groups: int, samples_per_prompt: int) -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 from laminar.buffer import claims
 from laminar.buffer.claims import Held, TrajectoryId
-from laminar.buffer.coordination import Compare, Coordination, Delete, Operation, Put, Transaction, all_reads
+from laminar.buffer.coordination import Compare, Coordination, Delete, KeyValue, Operation, Put, Transaction, all_reads
 from laminar.buffer.keys import Keys
 from laminar.buffer.records import Claim, Cursor, Incoming, Record, TrainerHead
 from laminar.buffer.requests import retry
@@ -205,6 +205,14 @@ class Ledger:
         return seconds * (0.5 + self._random.random())
 
 
-async def all_claims(coordination: Coordination, keys: Keys) -> dict[str, Held]:
-    snapshot = await coordination.range(keys.claims)
-    return {kv.key: Held.of(kv) for kv in snapshot.items}
+async def all_claims(
+    coordination: Coordination, keys: Keys, known: Mapping[str, Held] | None = None
+) -> dict[str, Held]:
+    """By key. `known`: as they were read before; those that have not changed are not parsed again, as there may be a
+    hundred thousand."""
+    before = known or {}
+    return {kv.key: _held(kv, before.get(kv.key)) for kv in (await coordination.range(keys.claims)).items}
+
+
+def _held(kv: KeyValue, before: Held | None) -> Held:
+    return before if before is not None and before.kv.mod_revision == kv.mod_revision else Held.of(kv)

@@ -55,6 +55,8 @@ class Manager:
         self.rollouts = Mirror(run.coordination, run.keys.workers("rollout"), bell=self.bell)
         self.loads = Mirror(run.coordination, run.keys.loads_root + "rollout/")
         self.repacker = Repacker(run, member.id, self.ledger, self.rollouts, self.loads)
+        self._claims: dict[str, Held] = {}
+        """As they were read last."""
         self.handed_over = 0
         self.finished = 0
         self.segments = 0
@@ -85,7 +87,7 @@ class Manager:
 
     async def sweep(self) -> None:
         """Look at all claims once."""
-        held = await all_claims(self.run_info.coordination, self.run_info.keys)
+        held = self._claims = await all_claims(self.run_info.coordination, self.run_info.keys, self._claims)
         candidates = self._candidates(held)
         lost = claims.orphans(held, {c.id for c in candidates})
         if lost:
@@ -171,7 +173,7 @@ class Manager:
         run, told = self.run_info, dict[str, str]()
         while True:
             drawn = await run.coordination.get(run.keys.cursor)
-            held = await all_claims(run.coordination, run.keys)
+            held = self._claims = await all_claims(run.coordination, run.keys, self._claims)
             complete = claims.complete_groups(Cursor.parse(drawn.value).next if drawn else 0, held.values())
             requests = await run.coordination.range(run.keys.evaluations)
             asked = {int(kv.key.rsplit("/", 1)[-1]) for kv in requests.items}

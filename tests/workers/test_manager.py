@@ -321,6 +321,22 @@ async def test_the_manager_tells_how_many_groups_are_complete() -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
+async def test_only_claims_that_have_changed_are_parsed_again() -> None:
+    """A manager looks at all of them every two seconds, and there may be a hundred thousand."""
+    rollout = await World().member("rollout", "r")
+    await draw(rollout, groups=2)
+    coordination = rollout.run.coordination
+    first = await all_claims(coordination, KEYS)
+    changed, gone, *same = first.values()
+    assert same
+    update = Put(changed.kv.key, changed.claim.model_copy(update={"progress": 7}).dump())
+    await coordination.transact(Transaction((), (update, Delete(gone.kv.key))))
+    again = await all_claims(coordination, KEYS, first)
+    assert again.keys() == first.keys() - {gone.kv.key}
+    assert again[changed.kv.key].claim.progress == 7
+    assert all(again[held.kv.key] is held for held in same)
+
+
 async def test_a_relay_holds_a_version_from_the_moment_its_evaluation_is_asked_for() -> None:
     """Before the manager says so: the trainer may publish two more versions until then."""
     world = World()

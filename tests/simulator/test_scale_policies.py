@@ -140,6 +140,11 @@ def test_without_relays_the_trainer_and_all_rollouts_stop_for_an_exchange_of_wei
     assert together.generated_per_s < 0.9 * relays.generated_per_s
 
 
+def test_a_job_in_which_nothing_ends_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"laminar: nothing has ended for 1000000 s of simulated time"):
+        run_policy("laminar", job(costs={"prefill_tokens_per_s": 1e-5}))
+
+
 def test_turns_and_environments_take_their_time() -> None:
     plain = run_policy("laminar", job())
     acting = run_policy("laminar", job(environment={"turns": 3, "median_s": 20.0, "sigma": 0.5, "reward_s": 1.0}))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from laminar.buffer import claims
 from laminar.buffer.sampler import OpenGroups, Outcome, select
+from laminar.errors import ConfigError
 from laminar.simulator.scale.engine import Key, Request
 from laminar.simulator.scale.job import Job
 from laminar.simulator.scale.meters import Meter
@@ -32,6 +33,8 @@ from laminar.workers.rollouts.steering import Do, View, steer
 ENDLESS = 1 << 60
 SAMPLE_S = 5.0
 """Between two points of the curve of KV use."""
+MOST_STILL_S = 1e6
+"""Simulated seconds in which nothing ends, after which nothing is waited for any more: eleven days."""
 MOST_EVENTS_AT_ONCE = 1_000_000
 """Events without any progress of time: a fault of the simulator, not of a job."""
 
@@ -63,6 +66,8 @@ class Flowing:
         self.max_ahead = job.settings.max_ahead_groups
         self.max_ready = job.settings.max_ready_groups if self.policy.ready else ENDLESS
         self.max_staleness = job.settings.job.max_staleness
+        self.moved_at = 0.0
+        """When a turn or a step ended last."""
         self.versions: dict[Key, int] = {}
         """Under which version each unfinished or untrained trajectory was begun."""
         self.samples = job.samples
@@ -99,6 +104,12 @@ class Flowing:
             if idle > MOST_EVENTS_AT_ONCE:
                 raise RuntimeError(f"{self.meter.name}: time stands still at {self.now:.3f} s")
             self.now = when
+            if when > self.moved_at + MOST_STILL_S:
+                raise ConfigError(
+                    f"{self.meter.name}: nothing has ended for {MOST_STILL_S:.0f} s of simulated time, after "
+                    f"{self.trainer.decided} steps were begun: something takes far too long, such as decoding "
+                    "(costs.decode), a prefill (costs.prefill_tokens_per_s) or training (costs.train_tokens_per_s)"
+                )
             do()
         return self.meter.outcome(self.moves.moved, self.moves.plan_ms)
 
@@ -232,6 +243,7 @@ class Flowing:
     def _turn_ended(self, rollout: Rollout, key: Key) -> None:
         """To the environment, which hears the last turn too; where there is one turn, there is no environment."""
         rollout.turn[key] += 1
+        self.moved_at = self.now
         if self.job.turns == 1:
             self._score(rollout, key)
             return
@@ -303,6 +315,7 @@ class Flowing:
         publish_s = weights.together_s if self.policy.together else weights.publish_s
 
         def published() -> None:
+            self.moved_at = self.now
             self.trainer.busy = False
             self.trainer.version += 1
             self.published_at[self.trainer.version] = self.now

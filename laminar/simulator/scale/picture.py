@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from laminar.errors import ConfigError
@@ -19,6 +20,13 @@ def check_output(output: Path) -> None:
         raise ConfigError(f"the folder {output.parent} does not exist; make it first")
     if output.is_dir():
         raise ConfigError(f"{output} is a folder; name a file in it with -o")
+    try:
+        with TemporaryFile(dir=output.parent):
+            """Nothing else tells on every file system."""
+    except OSError as e:
+        raise ConfigError(
+            f"nothing can be written in {output.absolute().parent}: {e.strerror or e}; name another with -o"
+        ) from e
 
 
 def draw(outcomes: Sequence[Outcome], title: str, output: Path) -> Path:

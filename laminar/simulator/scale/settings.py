@@ -21,6 +21,10 @@ from laminar.simulator.scale.published import GPUS, MODELS
 MEASURED = "measured"
 AHEAD_STEPS = 4
 MOST_GPUS = 100_000
+MOST_STEPS, MOST_TRAJECTORIES, MOST_TOKENS = 100_000, 1_000_000, 100_000_000
+"""Of a job; trajectories a step."""
+LEAST_S, MOST_S, LEAST_RATE = 1e-9, 1e5, 1e-6
+"""Of a step of decoding, of what one event takes, and a second."""
 
 
 class ClusterSection(Section):
@@ -56,9 +60,9 @@ class ModelSection(Section):
 
 
 class JobSection(Section):
-    steps: int = Field(10, ge=1)
+    steps: int = Field(10, ge=1, le=MOST_STEPS)
     """Optimizer steps that are measured."""
-    warmup_steps: int = Field(5, ge=0)
+    warmup_steps: int = Field(5, ge=0, le=MOST_STEPS)
     """Steps before those: a pipeline of several steps takes some to fill."""
     groups_per_step: int = Field(512, ge=1)
     """Groups that a step trains on."""
@@ -66,9 +70,9 @@ class JobSection(Section):
     """Trajectories of a group; 1: as a run without a group baseline (`trainer.advantage = "reinforce++"`)."""
     mini_batches: int = Field(16, ge=1)
     """Updates of the weights within a step."""
-    prompt_tokens: int = Field(300, ge=1)
+    prompt_tokens: int = Field(300, ge=1, le=MOST_TOKENS)
     """Of each prompt; computed once a group."""
-    max_tokens: int = Field(16_384, ge=1)
+    max_tokens: int = Field(16_384, ge=1, le=MOST_TOKENS)
     """Policy tokens of a trajectory at most."""
     max_ahead_groups: int = Field(0, ge=0)
     """Groups drawn but not consumed at most, where generation does not stop for training; 0: four steps' groups."""
@@ -95,12 +99,12 @@ class LengthsSection(Section):
 class EnvironmentSection(Section):
     turns: int = Field(1, ge=1)
     """Policy turns of a trajectory; its tokens are spread evenly over them."""
-    median_s: float = Field(0.0, ge=0)
+    median_s: float = Field(0.0, ge=0, le=MOST_S)
     """Seconds of the environment's reply to each turn, the last one too, where there are several: the median of a
     log-normal distribution."""
     sigma: float = Field(0.0, ge=0, le=5)
     """Of its logarithm."""
-    reward_s: float = Field(0.0, ge=0)
+    reward_s: float = Field(0.0, ge=0, le=MOST_S)
     """Seconds of the reward at the end."""
 
 
@@ -110,7 +114,7 @@ class RolloutSection(Section):
     on some steps of the job, or of a quarter or a half of it."""
     max_running: int = Field(256, ge=1)
     """Trajectories that one engine generates at once; 256 is vLLM's default."""
-    repack_interval: float = Field(5.0, gt=0)
+    repack_interval: float = Field(5.0, ge=0.1, le=3600)
     """Seconds between two plans."""
 
 
@@ -129,17 +133,24 @@ class CostsSection(Section):
     """Of the published weights."""
     bytes_per_s: float = Field(0.0, ge=0)
     """Onto the master relay, and from relay to relay."""
-    load_s: float = Field(0.0, ge=0)
+    load_s: float = Field(0.0, ge=0, le=MOST_S)
     """From a relay into an engine."""
+
+    @field_validator("prefill_tokens_per_s", "train_tokens_per_s", "bytes_per_s")
+    @classmethod
+    def _none_or_some(cls, rate: float) -> float:
+        if 0 < rate < LEAST_RATE:
+            raise ValueError(f"a rate of {rate:g} a second is below {LEAST_RATE:g}: nothing would end; 0: as derived")
+        return rate
 
     @field_validator("decode")
     @classmethod
     def _positive(cls, rows: list[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
         for batch, kv, seconds in rows:
-            if batch < 1 or kv < 0 or seconds <= 0:
+            if batch < 1 or kv < 0 or not LEAST_S <= seconds <= MOST_S:
                 raise ValueError(
                     f"costs.decode has the row [{batch:g}, {kv:g}, {seconds:g}]: a batch of 1 or more, 0 or more "
-                    "tokens, more than 0 seconds"
+                    f"tokens, {LEAST_S:g} to {MOST_S:g} seconds are needed"
                 )
         return rows
 
@@ -179,6 +190,11 @@ class Settings(Section):
             raise ValueError(
                 f"rollout.max_running = {self.rollout.max_running} is below job.samples_per_prompt = "
                 f"{job.samples_per_prompt}: a rollout draws whole groups, so it could never draw one; raise max_running"
+            )
+        if (many := job.groups_per_step * job.samples_per_prompt) > MOST_TRAJECTORIES:
+            raise ValueError(
+                f"job.groups_per_step = {job.groups_per_step} with job.samples_per_prompt = {job.samples_per_prompt}: "
+                f"{many} trajectories a step, of which at most {MOST_TRAJECTORIES} are simulated; lower one of them"
             )
         if job.max_ahead_groups and job.max_ahead_groups < job.groups_per_step:
             raise ValueError(

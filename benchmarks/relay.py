@@ -8,10 +8,11 @@ chain     each relay in a network namespace of its own, with a link to each neig
           T = (p + k - 2) t for p relays (the master counts) and k pieces, with t from the rate of the link for
           TCP's payload (`--mbit` less the headers of Ethernet, IP and TCP). Link use: of the slowest hop, payload bytes
           / (seconds from its first piece to its last x that rate).
-loopback  one hop between two processes, until the bytes lie in the arena and until they are checked, beside the
-          plain copy: sendall from one mapped buffer, recv_into another, in as large slices. All memory, of both, was
-          touched before. On two cores checks take turns with the copy: so it is also made over two connections, by
-          threads that each take the checksum of a slice as soon as it is there: about the most that can be had.
+loopback  one hop between two processes, until the bytes lie in the arena and until they are checked; and one whose
+          chunks nobody checks, which no run has: what the way itself costs. Beside the plain copy: sendall from one
+          mapped buffer, recv_into another, in as large slices. All memory, of both, was touched before. On two cores
+          checks take turns with the copy: so it is also made over two connections, by threads that each take the
+          checksum of a slice as soon as it is there: about the most that can be had.
 Medians of `--repeats`; each repeat is a version of its own, and all times are of one monotonic clock. On a busy machine
 a relay may not answer in time, and the next one asks another: such a round is not of this chain, and is measured anew.
 """
@@ -306,21 +307,23 @@ def measure_loopback(arguments: argparse.Namespace) -> None:
     nbytes = arguments.megabytes << 20
     print(f"one hop over loopback, {arguments.megabytes} MiB, {arguments.repeats} repeats")
     options = ["--chunk-kib", "4096", "--streams", str(arguments.streams), "--whole"]
-    with chain(["r0", "r1"], options) as nodes:
+    with chain(["r0", "r1"], options) as nodes, chain(["u0", "u1"], [*options, "--unchecked"]) as others:
         for version in range(3):  # touches all arenas
             broadcast(nodes, version, nbytes)
-        landed, hop, plain, checked = [], [], [], []
+            broadcast(others, version, nbytes)
+        landed, hop, bare, plain, checked = [], [], [], [], []
         for version in range(3, 3 + arguments.repeats):
             _, received = broadcast(nodes, version, nbytes)
             landed.append(received[0]["landed_s"])
             hop.append(received[0]["seconds"])
+            bare.append(broadcast(others, version, nbytes)[1][0]["seconds"])
             plain.append(plain_copy(nbytes, 4 << 20, 2)[1])
             checked.append(plain_copy(nbytes, 4 << 20, 2, connections=2, checks=True)[1])
     print(f"{'plain socket copy':19} {_gigabytes(nbytes, plain)}")
     print(f"{'two of them, checked':19} {_gigabytes(nbytes, checked)}")
-    for name, times in (("relay hop, landed", landed), ("relay hop, checked", hop)):
-        bare, same = (statistics.median(p / t for p, t in zip(copy, times, strict=True)) for copy in (plain, checked))
-        shares = f"{bare:6.1%} of the plain copy's rate, {same:6.1%} of the checked one's"
+    for name, times in (("hop without checks", bare), ("relay hop, landed", landed), ("relay hop, checked", hop)):
+        whole, same = (statistics.median(p / t for p, t in zip(copy, times, strict=True)) for copy in (plain, checked))
+        shares = f"{whole:6.1%} of the plain copy's rate, {same:6.1%} of the checked one's"
         print(f"{name:19} {_gigabytes(nbytes, times)}  {shares}")
     print("shares are medians of pairs")
 

@@ -29,11 +29,15 @@ from laminar.relay.follower import ChainView, Follower, Peer
 from laminar.relay.holdings import Holdings
 from laminar.relay.hops import Tuning
 from laminar.relay.layout import Layout
-from laminar.relay.receiving import Source
+from laminar.relay.receiving import Arriving, Source
 from laminar.relay.transport.base import ChunkSource, PullRequest, Transport, VersionName
 from laminar.relay.transport.tcp import TcpTransport
 from laminar.relay.transport.verbs import VerbsTransport
 from laminar.relay.transport.verbs_device import active_ports, select
+
+
+def unchecked(self: Arriving, piece: Piece) -> None:
+    """In place of `Arriving.check`."""
 
 
 class Slow:
@@ -55,6 +59,8 @@ class Slow:
 class Node:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.name = arguments.name
+        if arguments.unchecked:
+            Arriving.check = unchecked  # type: ignore[method-assign]
         self.holdings = Holdings(chunk_bytes=arguments.chunk_kib << 10, retain=arguments.retain, threads=1)
         self.transport = open_transport(arguments)
         grain = max(1, arguments.piece_kib // arguments.chunk_kib) if arguments.piece_kib else 0
@@ -171,6 +177,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="ask for no differences")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")
     parser.add_argument("--streams", type=int, default=0)
+    parser.add_argument("--unchecked", action="store_true", help="take chunks as they come: what the way itself costs")
     parser.add_argument("--rate", type=float, default=1e9, help="what the first transfer takes the links for, bytes/s")
     logging.basicConfig(level="WARNING", stream=sys.stderr)
     asyncio.run(Node(parser.parse_args()).run())

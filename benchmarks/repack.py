@@ -1,6 +1,6 @@
 """What repack gains and costs: the same run with it on and off by turns, several rollouts with long-tailed lengths.
 
-    python benchmarks/repack.py                       # two runs of each, ten minutes each, a quarter of two cores
+    python benchmarks/repack.py                       # two runs of each, a quarter of an hour each, a quarter of two cores
     python benchmarks/repack.py --rounds 1 --steps 10 --together     # both at once, in half the time
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
     python benchmarks/repack.py --engine vllm --longest 84 --median 12 --kv 0   # the model has 128 positions
@@ -274,7 +274,7 @@ def virtual(interval: float, asked: argparse.Namespace, seed: int) -> Result:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="runs of each kind")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of a run")
     parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
     parser.add_argument("--rollouts", type=int, default=3)
     parser.add_argument("--running", type=int, default=16, help="trajectories that a rollout generates at once")

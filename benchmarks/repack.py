@@ -1,7 +1,7 @@
 """What repack gains and costs: the same run with it on and off by turns, several rollouts with long-tailed lengths.
 
-    python benchmarks/repack.py                       # two runs of each, a quarter of an hour each, a quarter of two cores
-    python benchmarks/repack.py --rounds 1 --steps 10 --together     # both at once, in half the time
+    python benchmarks/repack.py                       # two runs of each kind, an hour in all; a quarter of two cores
+    python benchmarks/repack.py --rounds 1 --together     # both kinds at once, in half the time
     python benchmarks/repack.py --rounds 3 --sigma 0.5 --steps 20
     python benchmarks/repack.py --engine vllm --longest 84 --median 12 --kv 0   # the model has 128 positions
     python benchmarks/repack.py --virtual --rounds 8 # the same workers in virtual time: seconds a run, nothing is late

@@ -309,7 +309,7 @@ class RelayConfig(Section):
     """How weights go from host to host: `auto` takes RDMA between hosts that both have a device, `verbs` refuses to
     start without one. LAMINAR_RDMA_DEVICE (`mlx5_0` or `mlx5_0:1`) names it; else the one with the relay's address."""
     streams: int = Field(0, ge=0, le=16)
-    """Connections a hop; more help where single ones are slowed. 0: one, and three after a transfer above 1.5 GB/s,
+    """Connections a hop; more help where single ones are slowed. 0: one, and two after a transfer above 1.5 GB/s,
     where a core is the limit."""
     delta_share: float = Field(0.5, ge=0, le=1)
     """Over TCP a piece goes as its lossless difference to the version before, where both relays hold that, if it takes

@@ -13,7 +13,7 @@ from laminar.relay.ways import WayChoice
 
 USUAL_RATE = 1e9
 """Bytes a second that a link is taken for until one was measured."""
-FAST_RATE, FAST_STREAMS = 1.5e9, 3
+FAST_RATE, FAST_STREAMS = 1.5e9, 2
 """Bytes a second from which on more than one connection is worth its place, and how many are."""
 HANDLING_S = 1e-3
 """Seconds that a piece costs beside its bytes and the way there and back: words about it, and from thread to thread,

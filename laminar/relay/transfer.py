@@ -27,7 +27,7 @@ from laminar.relay.hindrance import Hindrances
 from laminar.relay.holdings import Holdings
 from laminar.relay.hops import Hop, Measures, Tuning
 from laminar.relay.pull import Ask, Done, Effect, Fetch, Leave, Phase, Pull, Reserve
-from laminar.relay.receiving import Arriving, Source
+from laminar.relay.receiving import Arriving, Checks, Source
 from laminar.relay.transport.base import (
     IDLE_S,
     Link,
@@ -349,13 +349,18 @@ class Transfer:
             await self._find(link, (header.name,), held_only=peer.held_only)
         room = asyncio.Semaphore(CHECKING)
         received, differences = link.received, link.differences
-        pieces = link.receive(arriving.arena, share, grain, self._base_of(header))
+        checking = Checks(arriving)
+        pieces = link.receive(arriving.arena, share, grain, self._base_of(header), checking.landed)
         try:
             async with asyncio.TaskGroup() as checks, aclosing(pieces):
                 async for piece in pieces:
                     self._measures.landed_at = self._now()
-                    await room.acquire()
-                    checks.create_task(self._check(relay, arriving, piece, room.release))
+                    if left := checking.left(piece):
+                        await room.acquire()
+                        check = partial(checking.check, left)
+                        checks.create_task(self._check(relay, arriving, piece, check, room.release))
+                    else:
+                        self._arrived(relay, arriving, piece)
         finally:
             self._measures.received += link.received - received
             self._measures.differences += link.differences - differences
@@ -370,9 +375,16 @@ class Transfer:
             self._base.close()
             self._base = None
 
-    async def _check(self, relay: str, arriving: Arriving, piece: Piece, release: Callable[[], None]) -> None:
+    async def _check(
+        self,
+        relay: str,
+        arriving: Arriving,
+        piece: Piece,
+        left_over: Callable[[], None],
+        release: Callable[[], None],
+    ) -> None:
         # Not interrupted: while a thread reads these chunks nothing else may write them.
-        check = asyncio.ensure_future(asyncio.to_thread(arriving.check, piece))
+        check = asyncio.ensure_future(asyncio.to_thread(left_over))
         try:
             await asyncio.shield(check)
         except asyncio.CancelledError:

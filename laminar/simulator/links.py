@@ -27,6 +27,7 @@ from laminar.relay.transport.base import (
     ChunkSource,
     FabricFailed,
     FindSource,
+    Landed,
     LinkBroken,
     PeerRefused,
     PullRequest,
@@ -329,7 +330,7 @@ class SimLink:
         return header
 
     async def receive(
-        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None
     ) -> AsyncGenerator[Piece, None]:
         assert self._found is not None
         total = self._found.layout.total_bytes

@@ -202,6 +202,23 @@ async def test_only_what_is_missing_is_sent_and_a_link_serves_again(make_pair: C
     await link.close()
 
 
+async def test_only_chunks_that_lie_there_are_told_of(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    link = await pair.found()
+    told: dict[int, bool] = {}
+
+    def landed(index: int) -> None:
+        told[index] = pair.received([Piece(index, 1)])
+
+    early: list[int] = []
+    async with aclosing(link.receive(pair.arena, ALL, 4, landed=landed)) as pieces:
+        async for piece in pieces:
+            early += [index for index in told if index >= piece.end]
+    assert all(told.values()) and pair.received(list(ALL.runs(4)))
+    assert early == [], "nothing of a piece that has not come"
+    await link.close()
+
+
 @pytest.mark.parametrize("grain", [1, 2, 4])
 async def test_two_links_fill_one_arena_with_a_share_each(make_pair: Callable[..., Pair], grain: int) -> None:
     pair = make_pair()

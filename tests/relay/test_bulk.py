@@ -13,7 +13,7 @@ import pytest
 
 from laminar.relay.transport import bulk
 from laminar.relay.transport.base import LinkBroken
-from laminar.relay.transport.bulk import BULK_BYTES, Bulk
+from laminar.relay.transport.bulk import BULK_BYTES, SEND_BUFFER, Blocks, Bulk, keep_in_cache
 from laminar.relay.transport.frames import FrameChannel
 
 MANY = 8 * BULK_BYTES
@@ -176,3 +176,75 @@ async def test_after_a_cancellation_nothing_is_written_any_more(
     finally:
         stop.set()
         pouring.join()
+
+
+@pytest.mark.parametrize("size", [BULK_BYTES, 3 * BULK_BYTES + 7, 2 * MANY])
+async def test_a_block_is_told_of_once_its_bytes_are_there(
+    ends: tuple[socket.socket, socket.socket], threads: Noting, size: int
+) -> None:
+    ours, theirs = ends
+    data, target = os.urandom(MANY + 12345), bytearray(MANY + 12345)
+    told: dict[int, bool] = {}
+    loop_thread = threading.get_ident()
+
+    def ended(index: int) -> None:
+        here = slice(index * size, (index + 1) * size)
+        told[index] = target[here] == data[here] and threading.get_ident() != loop_thread
+
+    sent = channel(theirs, threads).send_bytes(memoryview(data))
+    blocks = Blocks(len(target), size, ended)
+    await asyncio.gather(sent, channel(ours, threads).receive_into(memoryview(target), blocks))
+    # The loop itself receives what comes after a pause, and tells nothing of it.
+    assert all(told.values()) and list(told) == sorted(told) and set(told) <= set(range(-(-len(target) // size)))
+    assert target == data and blocks.at == len(target)
+
+
+async def test_blocks_keep_their_place_while_the_loop_receives(
+    ends: tuple[socket.socket, socket.socket], threads: Noting
+) -> None:
+    ours, theirs = ends
+    data, target, told = os.urandom(MANY), bytearray(MANY), list[int]()
+    threads._free = 0
+    blocks = Blocks(MANY, 2 * BULK_BYTES, told.append)
+    receiving = asyncio.create_task(channel(ours, threads).receive_into(memoryview(target), blocks))
+    sender = channel(theirs, None)
+    await sender.send_bytes(memoryview(data)[: BULK_BYTES + 5])
+    async with asyncio.timeout(20):
+        while blocks.at < BULK_BYTES + 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert told == []
+    threads._free = 2
+    await asyncio.gather(sender.send_bytes(memoryview(data)[BULK_BYTES + 5 :]), receiving)
+    assert target == data and told == sorted(set(told)) and set(told) <= {0, 1, 2, 3}
+
+
+async def test_what_blocks_raise_ends_the_receiving(ends: tuple[socket.socket, socket.socket], threads: Noting) -> None:
+    ours, theirs = ends
+
+    def ended(index: int) -> None:
+        raise MemoryError(f"at block {index}")
+
+    blocks = Blocks(MANY, MANY // 8, ended)
+    sending = asyncio.create_task(channel(theirs, None).send_bytes(memoryview(bytes(MANY))))
+    with pytest.raises(MemoryError, match="at block"):
+        await channel(ours, threads).receive_into(memoryview(bytearray(MANY)), blocks)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    assert threads._free == 2
+
+
+def test_what_is_under_way_stays_small_on_a_short_way_only(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    before = ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    monkeypatch.setattr(bulk, "SHORT_WAY_US", -1)
+    keep_in_cache(ours)
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before, "the kernel tunes it further"
+    monkeypatch.setattr(bulk, "SHORT_WAY_US", 10**6)
+    keep_in_cache(theirs)
+    most = int(open("/proc/sys/net/core/wmem_max").read())
+    assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * min(SEND_BUFFER, most)
+    left, right = socket.socketpair()
+    with left, right:
+        keep_in_cache(left)

@@ -14,7 +14,7 @@ from laminar.errors import ConfigError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece
 from laminar.relay.follower import ChainView, Peer
-from laminar.relay.transport.base import FabricFailed, FindSource, Link, LinkBroken, VersionName
+from laminar.relay.transport.base import FabricFailed, FindSource, Landed, Link, LinkBroken, VersionName
 from laminar.relay.transport.recovery import UNREACHED
 from laminar.relay.transport.tcp import SocketLink, TcpTransport
 from laminar.relay.transport.verbs import VerbsTransport
@@ -55,9 +55,9 @@ class Breaking(SocketLink):
         self.find = link.find  # type: ignore[method-assign]
 
     async def receive(
-        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None
     ) -> AsyncGenerator[Piece, None]:
-        async with aclosing(self.link.receive(arena, wanted, grain, base)) as pieces:
+        async with aclosing(self.link.receive(arena, wanted, grain, base, landed)) as pieces:
             async for piece in pieces:
                 if self.fabric.pieces == 0:
                     self.fabric.broken = True

@@ -12,7 +12,7 @@ import pytest
 
 from laminar.errors import ConfigError
 from laminar.relay.pull import Pull
-from laminar.relay.receiving import Arriving
+from laminar.relay.receiving import Checks
 from laminar.relay.transport.base import LinkBroken, VersionHeader
 from laminar.relay.transport.tcp import SocketLink, TcpTransport
 
@@ -82,7 +82,7 @@ async def test_whatever_a_reservation_fails_for_is_told_and_it_is_tried_again(ch
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(VersionHeader, "check"), (Arriving, "check"), (SocketLink, "find"), (Pull, "answered"), (Pull, "arrived")],
+    [(VersionHeader, "check"), (Checks, "check"), (SocketLink, "find"), (Pull, "answered"), (Pull, "arrived")],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )
 @pytest.mark.parametrize("error", [NO_DESCRIPTOR, NO_THREAD], ids=["descriptors", "threads"])
@@ -137,12 +137,12 @@ async def test_a_check_that_fails_oddly_after_its_peer_was_left_is_told(
     began, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def check(arriving: Arriving, piece: Any) -> None:
+    def check(checks: Checks, left: Any) -> None:
         loop.call_soon_threadsafe(began.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(10.0)
         raise NO_DESCRIPTOR
 
-    monkeypatch.setattr(Arriving, "check", check)
+    monkeypatch.setattr(Checks, "check", check)
     name = await master.publish(1)
     chain.announce(name)
     await began.wait()

@@ -11,7 +11,7 @@ Rules that all transports keep, and that `tests/contract/test_transport.py` chec
 1. No byte of a message is acted upon, and nothing is allocated for it, before the peer has proved the secret.
 2. Chunk checksums are *not* the transport's work: the receiver checks each piece against the header's before it
    forwards it, and the header's against the digest that etcd names. A transport may deliver damaged bytes, never
-   bytes at another place or after `close`.
+   bytes at another place or after `close`. Where a thread receives them, it may hand chunks to the check at once.
 3. A peer that is alive says so at least every `HEARTBEAT_S`, while it waits for data itself too. Silence for the
    transport's stall time, a reset, an error completion: each raises LinkBroken, at once where the wire knows.
 4. `Link.close` and the end of `receive` return only when nothing can write into the arena any more.
@@ -142,6 +142,10 @@ class ChunkSource(Protocol):
         ...
 
 
+Landed = Callable[[int], None]
+"""Told the index of a chunk whose bytes lie in the arena, by the thread that received them."""
+
+
 class Link(Protocol):
     """An authenticated connection to one relay; one request at a time. All methods raise LinkBroken.
 
@@ -158,12 +162,13 @@ class Link(Protocol):
         ...
 
     def receive(
-        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None
     ) -> AsyncGenerator[Piece, None]:
         """Each piece of the found version once its bytes lie in `arena`, unchecked; ends when all of `wanted` came.
         `base`: where the version lies that the request named so, with the layout of the one that was found; without it
-        no differences are taken. Raises DeltaError for what is none to that base, PeerRefused if the peer gives the
-        version up. `aclose` it: then nothing more is written."""
+        no differences are taken. `landed`: called for those chunks that a thread received whole, before their piece is
+        given; the thread waits for it. Raises DeltaError for what is none to that base, PeerRefused if the peer gives
+        the version up. `aclose` it: then nothing more is written."""
         ...
 
     async def close(self) -> None: ...

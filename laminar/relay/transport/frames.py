@@ -36,7 +36,7 @@ from laminar.relay.chunks import MAX_CHUNKS, ChunkSet, Piece, chunk_count
 from laminar.relay.layout import Layout
 from laminar.relay.protocol import MAX_FRAME, MAX_VERSION, Message, decode, integer, text
 from laminar.relay.transport.base import LinkBroken, PeerRefused, PullRequest, VersionHeader, VersionName
-from laminar.relay.transport.bulk import Bulk
+from laminar.relay.transport.bulk import Blocks, Bulk
 from laminar.relay.transport.handshake import TAG_BYTES, Sealer
 
 PREFIX = struct.Struct(">BI")
@@ -142,11 +142,12 @@ class FrameChannel:
             data += part
         return bytes(data)
 
-    async def receive_into(self, target: memoryview) -> None:
+    async def receive_into(self, target: memoryview, blocks: Blocks | None = None) -> None:
+        """`blocks`: told of those that a thread receives to their end."""
         turn = 0
         while target.nbytes:
             try:
-                if self._bulk is not None and (count := await self._bulk.receive(self._sock, target)):
+                if self._bulk is not None and (count := await self._bulk.receive(self._sock, target, blocks)):
                     target, turn = target[count:], 0
                     continue
                 count = self._sock.recv_into(target[:SLICE])
@@ -158,6 +159,8 @@ class FrameChannel:
                 raise LinkBroken(f"{self.peer}: {e.strerror or e}") from e
             if not count:
                 raise LinkBroken(f"{self.peer} closed the connection within a piece")
+            if blocks is not None:
+                blocks.passed(count)
             target = target[count:]
             turn += count
             if turn >= SLICE:

@@ -29,12 +29,13 @@ from laminar.relay.transport.base import (
     ChunkSource,
     FabricFailed,
     FindSource,
+    Landed,
     LinkBroken,
     PeerRefused,
     PullRequest,
     VersionHeader,
 )
-from laminar.relay.transport.bulk import Bulk
+from laminar.relay.transport.bulk import Blocks, Bulk, keep_in_cache
 from laminar.relay.transport.frames import (
     FrameChannel,
     Kind,
@@ -186,6 +187,7 @@ class TcpTransport:
                 await self._admit(channel)
             finally:
                 self._admission.leave(sock)
+            keep_in_cache(sock)
             while True:
                 await self._answer(channel, find)
         except (PeerRefused, ProtocolError) as e:
@@ -275,7 +277,7 @@ class SocketLink(ABC):
 
     @abstractmethod
     def receive(
-        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None
     ) -> AsyncGenerator[Piece, None]:
         """As `transport.base.Link.receive`."""
 
@@ -308,7 +310,7 @@ class TcpLink(SocketLink):
     """Chunks come over the same connection."""
 
     async def receive(
-        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None
     ) -> AsyncGenerator[Piece, None]:
         header = self._take_found()
         kinds = (Kind.PIECE,) if base is None else (Kind.PIECE, Kind.DELTA)
@@ -330,13 +332,18 @@ class TcpLink(SocketLink):
                         start, end = span(piece, header.chunk_bytes, total)
                         nbytes = end - start
                         with buffer[start:end] as target:
-                            await self._channel.receive_into(target)
+                            await self._channel.receive_into(target, _blocks(piece, header, nbytes, landed))
                     self.received += nbytes
                     missing.discard(piece)
                     yield piece
             await self._receive(Kind.DONE)
         finally:
             arena.pins -= 1
+
+
+def _blocks(piece: Piece, header: VersionHeader, nbytes: int, landed: Landed | None) -> Blocks | None:
+    """The chunks of a piece of `nbytes`."""
+    return Blocks(nbytes, header.chunk_bytes, lambda i: landed(piece.first + i)) if landed else None
 
 
 async def _reach(found: Sequence[Address], until: float) -> socket.socket:

@@ -30,7 +30,15 @@ from laminar.errors import WeightsError
 from laminar.relay.arena import Arena
 from laminar.relay.chunks import ChunkSet, Piece, span
 from laminar.relay.protocol import decode
-from laminar.relay.transport.base import ChunkSource, FabricFailed, FindSource, LinkBroken, PeerRefused, VersionHeader
+from laminar.relay.transport.base import (
+    ChunkSource,
+    FabricFailed,
+    FindSource,
+    Landed,
+    LinkBroken,
+    PeerRefused,
+    VersionHeader,
+)
 from laminar.relay.transport.frames import FrameChannel, Kind, decode_fetch, encode_fetch, reason_of
 from laminar.relay.transport.pieces import alive
 from laminar.relay.transport.recovery import AVOID_S, Avoidance, Renewals, Unreached
@@ -147,9 +155,10 @@ class VerbsLink(SocketLink):
         self._transport, self._relay = transport, relay
 
     async def receive(
-        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None
+        self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None
     ) -> AsyncGenerator[Piece, None]:
-        """As `transport.base.Link.receive`; all comes whole: devices write faster than differences are computed."""
+        """As `transport.base.Link.receive`; all comes whole: devices write faster than differences are computed.
+        Nothing is told of as `landed`: no thread has what they wrote at hand."""
         header = self._take_found()
         missing = wanted.copy()
         renewals = Renewals()

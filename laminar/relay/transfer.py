@@ -3,6 +3,7 @@
     Ask ──▶ connect ─ joined ─ find ─ answered ──▶ Reserve ──▶ arena ─ reserved ──▶ Fetch
                                                                                       │
     Done ◀── arrived ◀── checked in a thread ◀── piece in the arena ◀── stream(s) ◀───┘
+                            └─ as soon as a chunk is there, by the one that received it, if one did
 
 All runs in one task's loop turns: an event is a plain call, its effects start or cancel tasks. Before anything is
 fetched from another peer, whatever the one before could still write or check has ended: a chunk that others read is

@@ -306,7 +306,7 @@ def _numbered(server: socket.socket) -> tuple[int, socket.socket]:
 def measure_loopback(arguments: argparse.Namespace) -> None:
     nbytes = arguments.megabytes << 20
     print(f"one hop over loopback, {arguments.megabytes} MiB, {arguments.repeats} repeats")
-    options = ["--chunk-kib", "4096", "--streams", str(arguments.streams), "--whole"]
+    options = ["--chunk-kib", "4096", "--streams", str(arguments.streams), "--whole", "--silent"]
     with chain(["r0", "r1"], options) as nodes, chain(["u0", "u1"], [*options, "--unchecked"]) as others:
         for version in range(3):  # touches all arenas
             broadcast(nodes, version, nbytes)

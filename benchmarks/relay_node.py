@@ -68,6 +68,7 @@ class Node:
         tuning = Tuning(streams=arguments.streams, grain=grain, rate=arguments.rate, deltas=not arguments.whole)
         self.follower = Follower(self.holdings, {self.transport.name: self.transport}, self.name, "here", tuning=tuning)
         self.slow_s = arguments.slow_ms / 1e3
+        self.silent = arguments.silent
 
     async def find(self, request: PullRequest) -> ChunkSource:
         source = await self.holdings.find(request)
@@ -76,7 +77,8 @@ class Node:
     async def run(self) -> None:
         await self.holdings.start()
         tell(endpoint=await self.transport.listen(self.find))
-        tasks = [asyncio.create_task(work) for work in (self.follower.run(), self.report(), self.report_progress())]
+        works = [self.follower.run(), self.report(), *([] if self.silent else [self.report_progress()])]
+        tasks = [asyncio.create_task(work) for work in works]
         reader = asyncio.StreamReader(limit=1 << 24)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
         while line := await reader.readline():
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="ask for no differences")
     parser.add_argument("--slow-ms", type=float, default=0.0, help="pause before each piece that is sent")
     parser.add_argument("--streams", type=int, default=0)
+    parser.add_argument("--silent", action="store_true", help="tell nothing of quarter and nearly: to look takes time")
     parser.add_argument("--unchecked", action="store_true", help="take chunks as they come: what the way itself costs")
     parser.add_argument("--rate", type=float, default=1e9, help="what the first transfer takes the links for, bytes/s")
     logging.basicConfig(level="WARNING", stream=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import threading
@@ -233,15 +234,26 @@ async def test_what_blocks_raise_ends_the_receiving(ends: tuple[socket.socket, s
     assert threads._free == 2
 
 
-def test_what_is_under_way_stays_small_on_a_short_way_only(
-    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Elsewhere(socket.socket):
+    """A connection whose peer has another address; none: it is gone."""
+
+    def __init__(self, sock: socket.socket, peer: tuple[str, int] | None) -> None:
+        super().__init__(fileno=os.dup(sock.fileno()))
+        self._peer = peer
+
+    def getpeername(self) -> tuple[str, int]:
+        if self._peer is None:
+            raise OSError(errno.ENOTCONN, "not connected")
+        return self._peer
+
+
+def test_what_is_under_way_stays_small_within_a_host_only(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     before = ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    monkeypatch.setattr(bulk, "SHORT_WAY_US", -1)
-    keep_in_cache(ours)
+    for peer in (("10.0.0.2", 7), ("fe80::1%lo", 7), None):
+        with Elsewhere(ours, peer) as elsewhere:
+            keep_in_cache(elsewhere)
     assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == before, "the kernel tunes it further"
-    monkeypatch.setattr(bulk, "SHORT_WAY_US", 10**6)
     keep_in_cache(theirs)
     most = int(open("/proc/sys/net/core/wmem_max").read())
     assert theirs.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * min(SEND_BUFFER, most)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from laminar.relay.chunks import best_grain
 from laminar.relay.layout import Layout
 from laminar.relay.pull import Repair
-from laminar.relay.transport.base import VersionHeader, VersionName
+from laminar.relay.transport.base import Link, VersionHeader, VersionName
 from laminar.relay.ways import WayChoice
 
 USUAL_RATE = 1e9
@@ -94,16 +94,16 @@ class Tuning:
         """Connections for a transfer of so many pieces. What the processor limits, threads of several move faster."""
         return max(1, min(self.streams or (FAST_STREAMS if self.rate >= FAST_RATE else 1), pieces))
 
-    def grain_for(self, header: VersionHeader, *, relays: int, round_trip_s: float) -> int:
+    def grain_for(self, header: VersionHeader, *, relays: int, link: Link) -> int:
         """Chunks of a piece, in a chain of so many relays. Checking a piece is one more stage of it, which works while
-        the next piece comes; on a fast link threads check what they receive at once."""
-        checking = 0 if self.rate >= FAST_RATE else 1
+        the next piece comes; unless threads check what they receive, as on a fast link."""
+        checking = 0 if link.tells_landed and self.rate >= FAST_RATE else 1
         return self.grain or best_grain(
             header.layout.total_bytes,
             relays + checking,
             header.chunk_bytes,
             seconds_a_byte=1 / self.rate,
-            seconds_a_piece=round_trip_s + HANDLING_S,
+            seconds_a_piece=link.round_trip_s + HANDLING_S,
         )
 
     def learn(self, hop: Hop, layout: Layout, *, differences: bool) -> None:

@@ -327,8 +327,7 @@ class Transfer:
         assert missing is not None and header is not None
         if len(missing) == 0:
             return
-        round_trip_s = peer.links[0].round_trip_s
-        grain = self._tuning.grain_for(header, relays=self._relays, round_trip_s=round_trip_s)
+        grain = self._tuning.grain_for(header, relays=self._relays, link=peer.links[0])
         self._measures.peers.append(relay)
         self._measures.grain = grain
         streams = self._tuning.streams_for(len(missing) // grain)

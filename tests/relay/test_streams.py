@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from laminar.relay.chunks import ChunkSet, Piece
+from laminar.relay.chunks import MAX_PIECE, ChunkSet, Piece
 from laminar.relay.hops import FAST_RATE, FAST_STREAMS, Tuning
+from laminar.relay.layout import Layout
 from laminar.relay.receiving import Arriving, Source
-from laminar.relay.transport.base import ChunkSource, PullRequest, VersionName
+from laminar.relay.transport.base import ChunkSource, PullRequest, VersionHeader, VersionName
 
 Chain = Any
 """`conftest.Chain`, which pytest loads by its path."""
@@ -103,6 +105,27 @@ def test_a_fast_link_gets_several_connections_unless_their_number_is_fixed() -> 
     assert Tuning(rate=FAST_RATE).streams_for(2) == 2 and Tuning(rate=FAST_RATE).streams_for(0) == 1, "a piece each"
     assert Tuning(streams=1, rate=FAST_RATE).streams_for(100) == 1
     assert Tuning(streams=4, rate=1e6).streams_for(100) == 4
+
+
+@dataclass
+class Way:
+    """As much of a link as pieces are cut for."""
+
+    tells_landed: bool
+    round_trip_s: float = 1e-4
+
+
+def test_pieces_leave_room_for_a_check_as_a_stage_of_its_own_unless_threads_check_what_they_receive() -> None:
+    layout = Layout.from_tensors({"w": ("uint8", (1 << 30,))})
+    header = VersionHeader(VersionName(1, "d"), layout, 1 << 20, ())
+
+    def grain(rate: float, *, tells_landed: bool) -> int:
+        link: Any = Way(tells_landed)
+        return Tuning(rate=rate).grain_for(header, relays=2, link=link)
+
+    assert grain(FAST_RATE, tells_landed=True) == MAX_PIECE >> 20, "nothing is forwarded"
+    assert grain(FAST_RATE, tells_landed=False) < MAX_PIECE >> 20
+    assert grain(FAST_RATE / 2, tells_landed=True) == grain(FAST_RATE / 2, tells_landed=False) < MAX_PIECE >> 20
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3, 100])

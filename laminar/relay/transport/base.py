@@ -150,8 +150,10 @@ class Link(Protocol):
     """An authenticated connection to one relay; one request at a time. All methods raise LinkBroken.
 
     `round_trip_s`: seconds that one exchange of small messages took when it was opened. `received`: bytes that pieces
-    took on their way so far; `differences`: pieces among them that came as such."""
+    took on their way so far; `differences`: pieces among them that came as such. `tells_landed`: whether threads
+    receive, so that `receive` calls `landed`."""
 
+    tells_landed: bool
     round_trip_s: float
     received: int
     differences: int

@@ -268,6 +268,8 @@ class TcpTransport:
 class SocketLink(ABC):
     """The asking side of a connection: finding. How the chunks come, a subclass says."""
 
+    tells_landed = False
+
     def __init__(self, channel: FrameChannel, *, round_trip_s: float) -> None:
         self.round_trip_s = round_trip_s
         self.received = 0
@@ -308,6 +310,8 @@ class SocketLink(ABC):
 
 class TcpLink(SocketLink):
     """Chunks come over the same connection."""
+
+    tells_landed = True
 
     async def receive(
         self, arena: Arena, wanted: ChunkSet, grain: int, base: Arena | None = None, landed: Landed | None = None

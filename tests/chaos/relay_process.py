@@ -9,20 +9,38 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NODE = Path(__file__).parents[2] / "benchmarks" / "relay_node.py"
-PIECE_KIB = 256
+
+
+@dataclass(frozen=True)
+class Way:
+    """How versions travel: in what pieces, over how many connections."""
+
+    chunk_kib: int = 256
+    piece_kib: int = 256
+    streams: int = 1
+
+
+SMALL = Way()
+"""Pieces that event loops receive."""
+LARGE = Way(1024, 2048, streams=2)
+"""As large versions do: threads receive the pieces, and check their chunks."""
 
 
 class RelayProcess:
-    """`slow_ms`: pause before each piece of 256 KiB that it sends. `prefix`: what its command is run by, such as `ip
-    netns exec`; there it listens at all addresses, and others reach it at `address`."""
+    """`slow_ms`: pause before each piece that it sends. `prefix`: what its command is run by, such as `ip netns exec`;
+    there it listens at all addresses, and others reach it at `address`."""
 
-    def __init__(self, name: str, *, slow_ms: float = 0.0, prefix: Sequence[str] = (), address: str = "") -> None:
+    def __init__(
+        self, name: str, *, slow_ms: float = 0.0, prefix: Sequence[str] = (), address: str = "", way: Way = SMALL
+    ) -> None:
         self.name = name
-        options = ["--chunk-kib", str(PIECE_KIB), "--piece-kib", str(PIECE_KIB), "--slow-ms", str(slow_ms)]
+        options = ["--chunk-kib", str(way.chunk_kib), "--piece-kib", str(way.piece_kib), "--slow-ms", str(slow_ms)]
+        options += ["--streams", str(way.streams)]
         options += ["--bind", "0.0.0.0"] if address else []
         command = [*prefix, sys.executable, str(NODE), name, *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,7 @@
 """Whoever fails within a broadcast, whenever and however, between hosts of their own: real processes, TCP, namespaces.
 
-A few cases run always, the others are `nightly`. What each repair took is printed. The same matrix, with more kinds of
+Versions are of small pieces, which event loops receive, or of large ones, which threads receive and check. A few cases
+run always, the others are `nightly`. What each repair took is printed. The same matrix, with more kinds of
 faults and for any number of seeds, runs in virtual time: `tests/simulator/test_broadcasts.py`.
 """
 
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 from recording import Recorder
 from relay_hosts import RelayHosts
-from relay_process import RelayProcess, announce, plan, publish, seal
+from relay_process import LARGE, SMALL, RelayProcess, Way, announce, plan, publish, seal
 
-RELAYS, BYTES = 5, 8 << 20
+RELAYS, PIECES = 5, 32
 SLOW_MS = 40.0
-"""Of the master: its 32 pieces take more than a second."""
+"""Of the master: its pieces take more than a second."""
+WAYS = {"small pieces": SMALL, "large pieces": LARGE}
 AWAY_S = 3.0
 """Longer than the silence that counts as death."""
 WHO = {"master": (0,), "middle": (2,), "last": (4,), "two at once": (1, 2), "master and second": (0, 1)}
@@ -35,21 +37,25 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
 
 
 def matrix() -> Iterator[Any]:
-    for case in itertools.product(WHO, WHEN, HOW):
-        yield pytest.param(*case, marks=[] if case in ALWAYS else [pytest.mark.nightly], id=", ".join(case))
+    for way, *case in itertools.product(WAYS, WHO, WHEN, HOW):
+        marks = [] if tuple(case) in ALWAYS else [pytest.mark.nightly]
+        yield pytest.param(WAYS[way], *case, marks=marks, id=", ".join([way, *case]))
 
 
 class Hosts:
     """The relays on their hosts; the first has the trainer beside it."""
 
-    def __init__(self, network: RelayHosts) -> None:
+    def __init__(self, network: RelayHosts, way: Way) -> None:
         self.network = network
+        self.way = way
+        self.nbytes = PIECES * way.piece_kib << 10
         self.started: list[RelayProcess] = []
-        self.relays = [self.start(i, f"r{i}", slow_ms=0 if i else SLOW_MS) for i in range(RELAYS)]
+        slow_ms = SLOW_MS * way.streams
+        self.relays = [self.start(i, f"r{i}", slow_ms=0 if i else slow_ms) for i in range(RELAYS)]
 
     def start(self, host: int, name: str, *, slow_ms: float = 0.0) -> RelayProcess:
         address, prefix = self.network.address(host), self.network.prefix(host)
-        relay = RelayProcess(name, slow_ms=slow_ms, prefix=prefix, address=address)
+        relay = RelayProcess(name, slow_ms=slow_ms, prefix=prefix, address=address, way=self.way)
         self.started.append(relay)
         return relay
 
@@ -64,10 +70,10 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts(way: Way) -> Iterator[Hosts]:
     network = RelayHosts(RELAYS + 1)
     try:
-        hosts = Hosts(network)
+        hosts = Hosts(network, way)
         try:
             yield hosts
         finally:
@@ -76,7 +82,7 @@ def hosts() -> Iterator[Hosts]:
         network.close()
 
 
-@pytest.mark.parametrize(("who", "when", "how"), matrix())
+@pytest.mark.parametrize(("way", "who", "when", "how"), matrix())
 def test_who_lives_has_the_right_bytes(
     hosts: Hosts, who: str, when: str, how: str, recorder: Recorder, request: pytest.FixtureRequest
 ) -> None:
@@ -86,9 +92,9 @@ def test_who_lives_has_the_right_bytes(
     plan(relays, 1)
     subject = relays[1] if victims[0] == 0 else relays[victims[0]]
     if when == "held" and victims[0] == 0:
-        name = seal(relays[0], 1, BYTES)  # nobody has heard of it yet
+        name = seal(relays[0], 1, hosts.nbytes)  # nobody has heard of it yet
     else:
-        name = publish(relays, 1, BYTES)
+        name = publish(relays, 1, hosts.nbytes)
     if when in ("midway", "before the last chunk"):
         subject.hear({"midway": "quarter", "before the last chunk": "nearly"}[when])
     elif when == "held" and victims[0] != 0:
@@ -102,7 +108,7 @@ def test_who_lives_has_the_right_bytes(
     living = [relay for i, relay in enumerate(relays) if i not in victims]
     if 0 in victims and how != "stopped":
         again = hosts.start(RELAYS if how == "host lost" else 0, "r0-restarted")
-        assert seal(again, 1, BYTES) == name, "the same bytes"
+        assert seal(again, 1, hosts.nbytes) == name, "the same bytes"
         plan([again, *living], 2)
         announce(living, name)
     if how == "stopped":

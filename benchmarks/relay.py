@@ -1,7 +1,7 @@
 """How long a version takes along a chain of relays, beside what the links allow. Needs root for the shaped links.
 
     python benchmarks/relay.py                      # chains of 1, 2, 4 and 8 hops; then a hop over loopback
-    python benchmarks/relay.py --only loopback --megabytes 512
+    python benchmarks/relay.py --only loopback --repeats 9
 
 chain     each relay in a network namespace of its own, with a link to each neighbour that is shaped to `--mbit` by tc
           tbf, so that a relay in the middle receives and sends at that rate. Printed beside the measurement: the model
@@ -304,8 +304,8 @@ def _numbered(server: socket.socket) -> tuple[int, socket.socket]:
 
 
 def measure_loopback(arguments: argparse.Namespace) -> None:
-    nbytes = arguments.megabytes << 20
-    print(f"one hop over loopback, {arguments.megabytes} MiB, {arguments.repeats} repeats")
+    nbytes = arguments.loopback_megabytes << 20
+    print(f"one hop over loopback, {arguments.loopback_megabytes} MiB, {arguments.repeats} repeats")
     options = ["--chunk-kib", "4096", "--streams", str(arguments.streams), "--whole", "--silent"]
     with chain(["r0", "r1"], options) as nodes, chain(["u0", "u1"], [*options, "--unchecked"]) as others:
         for version in range(3):  # touches all arenas
@@ -350,7 +350,8 @@ def main() -> None:
     tidy_when_told_to_end()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", choices=["chain", "loopback"])
-    parser.add_argument("--megabytes", type=int, default=16, help="MiB of a version")
+    parser.add_argument("--megabytes", type=int, default=16, help="MiB of a version in the chains")
+    parser.add_argument("--loopback-megabytes", type=int, default=512, help="MiB of a version over loopback")
     parser.add_argument("--mbit", type=float, default=40.0, help="rate of each link")
     parser.add_argument("--piece-kib", type=int, default=256)
     parser.add_argument("--hops", type=lambda text: [int(part) for part in text.split(",")], default=[1, 2, 4, 8])

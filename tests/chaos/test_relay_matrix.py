@@ -24,13 +24,23 @@ SLOW_MS = 40.0
 WAYS = {"small pieces": SMALL, "large pieces": LARGE}
 AWAY_S = 3.0
 """Longer than the silence that counts as death."""
-WHO = {"master": (0,), "middle": (2,), "last": (4,), "two at once": (1, 2), "master and second": (0, 1)}
+WHO = {
+    "master": (0,),
+    "middle": (2,),
+    "last": (4,),
+    "two at once": (1, 2),
+    "one after the other": (2, 1),
+    "master and second": (0, 1),
+}
+APART_S = 0.3
+"""Between one and the other: those after the first have gone round it meanwhile."""
 WHEN = ("before the first chunk", "midway", "before the last chunk", "held")
 HOW = ("killed", "host lost", "stopped")
 ALWAYS = {
     ("master", "midway", "killed"),
     ("middle", "before the last chunk", "host lost"),
     ("two at once", "midway", "killed"),
+    ("one after the other", "midway", "killed"),
     ("last", "before the first chunk", "stopped"),
 }
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
@@ -101,6 +111,8 @@ def test_who_lives_has_the_right_bytes(
         subject.hear("held")
     struck_at = time.monotonic()
     for i in victims:
+        if i != victims[0] and who == "one after the other":
+            time.sleep(APART_S)
         hosts.strike(i, how)
     if when == "held" and victims[0] == 0:
         announce([relay for i, relay in enumerate(relays) if i not in victims], name)

@@ -190,12 +190,13 @@ class ArenaPool:
         arena.move(ArenaState.INCOMING)
         return arena
 
-    def may_create(self, nbytes: int) -> bool:
-        """True if one more arena of `nbytes` is allowed; free ones that are too small are given up for it."""
-        for arena in [a for a in self.arenas if a.state is ArenaState.FREE and a.capacity < nbytes]:
-            arena.close()
-            self.arenas.remove(arena)
+    def may_create(self) -> bool:
+        """True if one more arena is allowed."""
         return len(self.arenas) + self.creating < self.limit
+
+    def outgrown(self, nbytes: int) -> list[Arena]:
+        """Free arenas that are too small for `nbytes`, no longer in the pool."""
+        return self._part_with([a for a in self.arenas if a.state is ArenaState.FREE and a.capacity < nbytes])
 
     def surplus(self, minimum: int) -> list[Arena]:
         """Free arenas that are not needed, no longer in the pool: those beyond the limit, and beyond `minimum` those
@@ -205,11 +206,13 @@ class ArenaPool:
         idle = len(free) + self.count(ArenaState.INCOMING) - INCOMING
         unused = min(idle - SPARE, len(self.arenas) - minimum)
         count = max(0, min(idle, max(unused, len(self.arenas) - self.limit)))
-        given_up = sorted(free, key=lambda a: a.capacity)[:count]
-        for arena in given_up:
+        return self._part_with(sorted(free, key=lambda a: a.capacity)[:count])
+
+    def _part_with(self, arenas: list[Arena]) -> list[Arena]:
+        for arena in arenas:
             arena.let_go()
             self.arenas.remove(arena)
-        return given_up
+        return arenas
 
     def release(self, arena: Arena) -> None:
         """The arena's content is no longer wanted here; others may still be reading (or writing) it."""

@@ -53,6 +53,8 @@ class Supply:
         """Why the arena that was wanted last could not be allocated."""
         self._told: set[str] = set()
         """Kinds of problems told since an arena was allocated: what comes in tries again and again."""
+        self._outgrown: list[Arena] = []
+        """No longer in the pool, and to be closed before another is allocated in their place."""
         self._growing: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -67,6 +69,8 @@ class Supply:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
+        _close(self._outgrown)
+        self._outgrown = []
 
     def validate(self) -> None:
         """Raises AssertionError if the pool disagrees with its places."""
@@ -87,7 +91,7 @@ class Supply:
             if arena is not None:
                 self.refill()
                 return arena
-            if self._growing is None and not self.pool.may_create(usual):
+            if self._growing is None and not self._may_create(usual):
                 break
             if not await self._grow(usual):
                 break
@@ -109,9 +113,21 @@ class Supply:
             log.debug("places=%d before=%d: %s", found.count, before, found.why)
         if found.count < before:
             self._fewer()
-        for arena in self.pool.surplus(self.minimum):
-            # Gibibytes take their time to free: not in the loop, whose silence other relays take for death.
-            self._spawn(asyncio.to_thread(arena.close))
+        self._free(self.pool.surplus(self.minimum))
+
+    def _free(self, arenas: list[Arena]) -> None:
+        # Gibibytes take their time to free: not in the loop, whose silence other relays take for death.
+        if arenas:
+            self._spawn(asyncio.to_thread(_close, arenas))
+
+    def _may_create(self, nbytes: int) -> bool:
+        """Whether one more arena is allowed, in place of free ones that are too small: those are given up."""
+        self._outgrown += self.pool.outgrown(nbytes)
+        if self.pool.may_create():
+            return True
+        outgrown, self._outgrown = self._outgrown, []
+        self._free(outgrown)
+        return False
 
     async def _look(self) -> None:
         while True:
@@ -134,7 +150,7 @@ class Supply:
             ready = sum(a.state is ArenaState.FREE and a.capacity >= size for a in self.pool.arenas)
             if ready + self.pool.count(ArenaState.INCOMING) >= INCOMING:
                 return
-            if self._growing is None and not self.pool.may_create(size):
+            if self._growing is None and not self._may_create(size):
                 return
             if not await self._grow(size):
                 return
@@ -168,12 +184,25 @@ class Supply:
             self._growing = None
 
     async def _allocated(self, size: int, reserve: float) -> Arena:
+        outgrown, self._outgrown = self._outgrown, []
         try:
-            return await asyncio.to_thread(Arena.create, size, reserve=reserve)
+            return await asyncio.to_thread(_replace, outgrown, size, reserve)
         except RuntimeError as e:
+            self._outgrown += outgrown
             raise WeightsError(f"cannot allocate an arena of {size} bytes: {e}; let this user have more threads") from e
 
     def _tell(self, problem: str) -> None:
         if kind(problem) not in self._told:
             self._told.add(kind(problem))
             self._failed(problem)
+
+
+def _replace(outgrown: list[Arena], size: int, reserve: float) -> Arena:
+    """Close some, then allocate one: their memory may be needed for it. Raises WeightsError."""
+    _close(outgrown)
+    return Arena.create(size, reserve=reserve)
+
+
+def _close(arenas: Sequence[Arena]) -> None:
+    for arena in arenas:
+        arena.close()

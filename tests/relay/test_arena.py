@@ -101,10 +101,13 @@ def test_the_pool_takes_the_smallest_that_fits_and_gives_up_what_is_too_small() 
     pool.arenas += [Arena.create(4 * SIZE), Arena.create(SIZE)]
     small = pool.take(SIZE)
     assert small is not None and small.capacity == SIZE
-    assert pool.take(8 * SIZE) is None and not pool.may_create(4 * SIZE)
+    assert pool.take(8 * SIZE) is None and not pool.may_create()
+    assert pool.outgrown(4 * SIZE) == [], "the small one is in use"
     pool.release(small)
-    assert pool.may_create(8 * SIZE), "both free ones are too small and go"
-    assert pool.arenas == []
+    outgrown = pool.outgrown(8 * SIZE)
+    assert small in outgrown and len(outgrown) == 2 and pool.arenas == [] and pool.may_create()
+    for arena in outgrown:
+        arena.close()
 
 
 def test_states_follow_the_table_only(arena: Arena) -> None:

@@ -15,7 +15,7 @@ from laminar.relay import arena as arenas_of
 from laminar.relay.arena import Arena, ArenaState
 from laminar.relay.holdings import Holdings
 from laminar.relay.layout import Layout, version_digest
-from laminar.relay.memory import Scope
+from laminar.relay.memory import INCOMING, Scope
 from laminar.relay.protocol import VersionInfo
 from laminar.relay.transport.base import PullRequest, VersionHeader, VersionName
 
@@ -343,6 +343,33 @@ async def test_a_larger_model_gets_larger_arenas(holdings: Holdings) -> None:
     arena = await holdings.reserve(large)
     assert arena is not None and arena.capacity == large.total_bytes
     holdings.release(arena)
+
+
+async def test_arenas_that_were_outgrown_are_freed_in_a_thread_before_another_is_made(
+    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await publish(holdings, 1, 1)
+    async with asyncio.timeout(20):
+        while holdings.pool.count(ArenaState.FREE) < INCOMING:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    told: list[str] = []
+    close, create = Arena.close, Arena.create
+
+    def noting_close(arena: Arena) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        told.append("closed")
+        close(arena)
+
+    def noting_create(capacity: int, *, reserve: float = 0.0) -> Arena:
+        told.append("created")
+        return create(capacity, reserve=reserve)
+
+    monkeypatch.setattr(Arena, "close", noting_close)
+    monkeypatch.setattr(Arena, "create", noting_create)
+    arena = await holdings.reserve(Layout.from_tensors({"w": ("uint8", (1 << 20,))}))
+    assert arena is not None and told[: INCOMING + 1] == [*["closed"] * INCOMING, "created"]
+    holdings.release(arena)
+    monkeypatch.undo()
 
 
 async def test_a_layout_beyond_memory_makes_the_relay_busy_and_says_why(holdings: Holdings) -> None:

@@ -146,7 +146,7 @@ class Node:
             if pull is None or pull.header is None or pull.missing is None:
                 continue
             version, missing, chunks = pull.header.name.version, len(pull.missing), pull.header.chunks
-            for what, limit in (("quarter", 0.75 * chunks), ("nearly", 2)):
+            for what, limit in (("quarter", 0.75 * chunks), ("nearly", 2 * (self.follower.tuning.grain or 1))):
                 if missing <= limit and told[what] != version:
                     told[what] = version
                     tell(**{what: version})

@@ -94,7 +94,8 @@ class Supply:
             if self._growing is None and not self._may_create(usual):
                 break
             if not await self._grow(usual):
-                break
+                # What went for want of memory has left its place to this one.
+                return self.pool.take(nbytes)
         return None
 
     def refill(self) -> None:

@@ -159,6 +159,22 @@ async def test_memory_that_went_since_the_last_look_costs_a_claimed_version_and_
     await holdings.stop()
 
 
+async def test_what_comes_in_takes_the_place_of_what_goes_for_want_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [PLENTY]
+    holdings = await roomy(memory, monkeypatch)
+    holdings.retain_versions(range(100))
+    for version in range(6):
+        await publish(holdings, version, version)
+        await look(holdings, memory)
+    monkeypatch.setattr(arenas_of, "available_bytes", lambda reserve=0.0: 0)
+    for arena in [a for a in holdings.pool.arenas if a.state is ArenaState.FREE]:
+        arena.close()
+        holdings.pool.arenas.remove(arena)
+    await publish(holdings, 6, 6)
+    assert held(holdings)[-1] == 6
+    await holdings.stop()
+
+
 async def test_without_a_share_of_memory_the_fewest_places_are_kept_and_the_setting_is_named(
     holdings: Holdings,
 ) -> None:

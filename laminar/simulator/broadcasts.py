@@ -82,7 +82,7 @@ class Relay:
                 for name in chain.transports
             }
             links = {name: await t.listen(weights.holdings.find) for name, t in transports.items()}
-            tuning = Tuning(grain=1, streams=chain.streams)
+            tuning = Tuning(grain=chain.grain, streams=chain.streams)
             self.follower = Follower(weights.holdings, transports, self.name, self.host, tuning=tuning)
             weights.holdings.fetch_elsewhere = self.follower.fetch
             self.links = links
@@ -111,6 +111,8 @@ class Chain:
         self.transports = ("verbs", "tcp") if case.transport == "verbs" else ("tcp",)
         self.streams = random.Random(f"streams/{case}").randint(1, 3)
         """Connections a hop."""
+        self.grain = random.Random(f"grain/{case}").randint(1, 3)
+        """Chunks of a piece."""
         self.switchboard: dict[str, SimWeights] = {}
         self.relays: list[Relay] = []
         self.changed = asyncio.Event()
@@ -268,7 +270,7 @@ class Chain:
         reached: Callable[[], bool] = {
             When.BEFORE_FIRST: lambda: self.name is not None,
             When.MIDWAY: lambda: subject.arrived >= CHUNKS // 2,
-            When.BEFORE_LAST: lambda: subject.arrived >= CHUNKS - 1,
+            When.BEFORE_LAST: lambda: subject.arrived >= CHUNKS - self.grain,
             When.AT_SEAL: lambda: self.sealing if victim == "r0" else subject.arrived == CHUNKS,
         }[self.case.when]
         until = self.loop.now + END_WITHIN_S

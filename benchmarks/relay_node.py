@@ -2,7 +2,8 @@
 
     in   {"view": {"epoch": 1, "order": […], "endpoints": {name: HOST:PORT}, "master": name}}
          {"publish_file": {"version": 1, "path": …}} the bytes of a file
-         {"publish": {"version": 1, "bytes": n}}     random bytes by the version, as a trainer on this host would
+         {"publish": {"version": 2, "bytes": n}}     random bytes by the version, as a trainer on this host would; with
+                                                     "like": 1, those of version 1 but for one in 64 KiB
          {"announce": [version, digest]}
     out  {"endpoint": HOST:PORT}   {"published": [version, digest]}   {"quarter": version}, once a quarter has come
          {"nearly": version}, once two pieces or less are missing   {"held": version, "digest": …, "at": s, "hop": {…}}
@@ -105,10 +106,12 @@ class Node:
         layout, arena = await self._reserve(value["bytes"])
         with arena.buffer(layout.total_bytes) as buffer:
             # One random block, written at shifting places: cheap, and no two chunks are alike.
-            block = random.Random(value["version"]).randbytes(1 << 16)
+            version, like = value["version"], value.get("like", value["version"])
+            block = random.Random(like).randbytes(1 << 16)
             for start in range(0, len(buffer), 1 << 16):
                 shift = start // 65536 % 65536
                 buffer[start : start + 65536] = (block[shift:] + block[:shift])[: len(buffer) - start]
+                buffer[start] ^= version ^ like
         await self._seal(arena, layout, value["version"])
 
     async def _reserve(self, nbytes: int) -> tuple[Layout, Arena]:

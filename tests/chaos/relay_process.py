@@ -18,17 +18,19 @@ NODE = Path(__file__).parents[2] / "benchmarks" / "relay_node.py"
 
 @dataclass(frozen=True)
 class Way:
-    """How versions travel: in what pieces, over how many connections."""
+    """How versions travel: in what pieces, over how many connections; `differences`: to the version before."""
 
     chunk_kib: int = 256
     piece_kib: int = 256
     streams: int = 1
+    differences: bool = False
 
 
 SMALL = Way()
 """Pieces that event loops receive."""
 LARGE = Way(1024, 2048, streams=2)
 """As large versions do: threads receive the pieces, and check their chunks."""
+DIFFERENCES = Way(differences=True)
 
 
 class RelayProcess:
@@ -40,7 +42,7 @@ class RelayProcess:
     ) -> None:
         self.name = name
         options = ["--chunk-kib", str(way.chunk_kib), "--piece-kib", str(way.piece_kib), "--slow-ms", str(slow_ms)]
-        options += ["--streams", str(way.streams)]
+        options += ["--streams", str(way.streams), *(["--retain", "2"] if way.differences else ["--whole"])]
         options += ["--bind", "0.0.0.0"] if address else []
         command = [*prefix, sys.executable, str(NODE), name, *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -96,10 +98,10 @@ def plan(relays: Sequence[RelayProcess], epoch: int) -> None:
         relay.tell(view=view)
 
 
-def seal(relay: RelayProcess, version: int, nbytes: int) -> list[Any]:
-    """As a trainer on its host does; the version's number and digest."""
+def seal(relay: RelayProcess, version: int, nbytes: int, like: int | None = None) -> list[Any]:
+    """As a trainer on its host does; the version's number and digest. `like`: it differs little from that version."""
     assert relay.endpoint, "it must have been heard before anything that is said later"
-    relay.tell(publish={"version": version, "bytes": nbytes})
+    relay.tell(publish={"version": version, "bytes": nbytes, "like": version if like is None else like})
     name: list[Any] = relay.hear("published")["published"]
     return name
 

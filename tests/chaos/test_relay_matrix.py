@@ -1,8 +1,9 @@
 """Whoever fails within a broadcast, whenever and however, between hosts of their own: real processes, TCP, namespaces.
 
-Versions are of small pieces, which event loops receive, or of large ones, which threads receive and check. A few cases
-run always, the others are `nightly`. What each repair took is printed. The same matrix, with more kinds of
-faults and for any number of seeds, runs in virtual time: `tests/simulator/test_broadcasts.py`.
+Versions are of small pieces, which event loops receive, or of large ones, which threads receive and check, or come as
+differences to the one before. A few cases run always, the others are `nightly`. What each repair took is printed. The
+same matrix, with more kinds of faults and for any number of seeds, runs in virtual time:
+`tests/simulator/test_broadcasts.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 import pytest
 from recording import Recorder
 from relay_hosts import RelayHosts
-from relay_process import LARGE, SMALL, RelayProcess, Way, announce, plan, publish, seal
+from relay_process import DIFFERENCES, LARGE, SMALL, RelayProcess, Way, announce, plan, publish, seal
 
 RELAYS, PIECES = 5, 32
 SLOW_MS = 40.0
 """Of the master: its pieces take more than a second."""
-WAYS = {"small pieces": SMALL, "large pieces": LARGE}
+WAYS = {"small pieces": SMALL, "large pieces": LARGE, "differences": DIFFERENCES}
+VERSION = 2
 AWAY_S = 3.0
 """Longer than the silence that counts as death."""
 WHO = {
@@ -37,19 +39,22 @@ APART_S = 0.3
 WHEN = ("before the first chunk", "midway", "before the last chunk", "held")
 HOW = ("killed", "host lost", "stopped")
 ALWAYS = {
-    ("master", "midway", "killed"),
-    ("middle", "before the last chunk", "host lost"),
-    ("two at once", "midway", "killed"),
-    ("one after the other", "midway", "killed"),
-    ("last", "before the first chunk", "stopped"),
+    ("small pieces", "master", "midway", "killed"),
+    ("small pieces", "last", "before the first chunk", "stopped"),
+    ("large pieces", "middle", "before the last chunk", "host lost"),
+    ("large pieces", "two at once", "midway", "killed"),
+    ("large pieces", "one after the other", "midway", "killed"),
+    ("differences", "middle", "before the last chunk", "host lost"),
+    ("differences", "one after the other", "midway", "killed"),
 }
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(180)]
 
 
 def matrix() -> Iterator[Any]:
-    for way, *case in itertools.product(WAYS, WHO, WHEN, HOW):
-        marks = [] if tuple(case) in ALWAYS else [pytest.mark.nightly]
-        yield pytest.param(WAYS[way], *case, marks=marks, id=", ".join([way, *case]))
+    for case in itertools.product(WAYS, WHO, WHEN, HOW):
+        way, *fault = case
+        marks = [] if case in ALWAYS else [pytest.mark.nightly]
+        yield pytest.param(WAYS[way], *fault, marks=marks, id=", ".join(case))
 
 
 class Hosts:
@@ -62,6 +67,16 @@ class Hosts:
         self.started: list[RelayProcess] = []
         slow_ms = SLOW_MS * way.streams
         self.relays = [self.start(i, f"r{i}", slow_ms=0 if i else slow_ms) for i in range(RELAYS)]
+
+    def seal(self, relay: RelayProcess) -> list[Any]:
+        """The version of the case; it is like the one before where differences are to be sent."""
+        return seal(relay, VERSION, self.nbytes, like=VERSION - 1 if self.way.differences else None)
+
+    def hold_the_one_before(self) -> None:
+        """Where it is what differences are to."""
+        if self.way.differences:
+            name = publish(self.relays, VERSION - 1, self.nbytes)
+            assert all(relay.hear("held")["digest"] == name[1] for relay in self.relays[1:])
 
     def start(self, host: int, name: str, *, slow_ms: float = 0.0) -> RelayProcess:
         address, prefix = self.network.address(host), self.network.prefix(host)
@@ -101,10 +116,10 @@ def test_who_lives_has_the_right_bytes(
     relays, victims = hosts.relays, WHO[who]
     plan(relays, 1)
     subject = relays[1] if victims[0] == 0 else relays[victims[0]]
-    if when == "held" and victims[0] == 0:
-        name = seal(relays[0], 1, hosts.nbytes)  # nobody has heard of it yet
-    else:
-        name = publish(relays, 1, hosts.nbytes)
+    hosts.hold_the_one_before()
+    name = hosts.seal(relays[0])
+    if when != "held" or victims[0] != 0:
+        announce(relays, name)
     if when in ("midway", "before the last chunk"):
         subject.hear({"midway": "quarter", "before the last chunk": "nearly"}[when])
     elif when == "held" and victims[0] != 0:
@@ -120,7 +135,7 @@ def test_who_lives_has_the_right_bytes(
     living = [relay for i, relay in enumerate(relays) if i not in victims]
     if 0 in victims and how != "stopped":
         again = hosts.start(RELAYS if how == "host lost" else 0, "r0-restarted")
-        assert seal(again, 1, hosts.nbytes) == name, "the same bytes"
+        assert hosts.seal(again) == name, "the same bytes"
         plan([again, *living], 2)
         announce(living, name)
     if how == "stopped":
@@ -134,6 +149,8 @@ def test_who_lives_has_the_right_bytes(
     silent = [relays[0], *([subject] if when == "held" and victims[0] != 0 else [])]
     held = {relay.name: relay.hear("held") for relay in living if relay not in silent}
     assert all([message["held"], message["digest"]] == name for message in held.values())
+    if hosts.way.differences and 0 not in victims:
+        assert any(message["hop"]["received"] < hosts.nbytes // 2 for message in held.values() if message["hop"])
     repairs = [(relay, repair) for relay, message in held.items() for repair in message["hop"]["repairs"]]
     for relay, repair in repairs:
         line = f"{relay}: {repair['lost']} -> {repair['found']} in {repair['seconds']:.3f} s ({repair['reason']})"

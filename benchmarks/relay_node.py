@@ -111,7 +111,7 @@ class Node:
             for start in range(0, len(buffer), 1 << 16):
                 shift = start // 65536 % 65536
                 buffer[start : start + 65536] = (block[shift:] + block[:shift])[: len(buffer) - start]
-                buffer[start] ^= version ^ like
+                buffer[start] ^= (version ^ like) & 0xFF
         await self._seal(arena, layout, value["version"])
 
     async def _reserve(self, nbytes: int) -> tuple[Layout, Arena]:

@@ -190,13 +190,16 @@ class ArenaPool:
         arena.move(ArenaState.INCOMING)
         return arena
 
-    def may_create(self) -> bool:
-        """True if one more arena is allowed."""
-        return len(self.arenas) + self.creating < self.limit
+    def may_create(self, nbytes: int) -> bool:
+        """True if one more arena of `nbytes` is allowed, once those are gone that are `outgrown`."""
+        return len(self.arenas) - len(self._too_small(nbytes)) + self.creating < self.limit
 
     def outgrown(self, nbytes: int) -> list[Arena]:
         """Free arenas that are too small for `nbytes`, no longer in the pool."""
-        return self._part_with([a for a in self.arenas if a.state is ArenaState.FREE and a.capacity < nbytes])
+        return self._part_with(self._too_small(nbytes))
+
+    def _too_small(self, nbytes: int) -> list[Arena]:
+        return [a for a in self.arenas if a.state is ArenaState.FREE and a.capacity < nbytes]
 
     def surplus(self, minimum: int) -> list[Arena]:
         """Free arenas that are not needed, no longer in the pool: those beyond the limit, and beyond `minimum` those

@@ -53,8 +53,6 @@ class Supply:
         """Why the arena that was wanted last could not be allocated."""
         self._told: set[str] = set()
         """Kinds of problems told since an arena was allocated: what comes in tries again and again."""
-        self._outgrown: list[Arena] = []
-        """No longer in the pool, and to be closed before another is allocated in their place."""
         self._growing: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
 
@@ -69,8 +67,6 @@ class Supply:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        _close(self._outgrown)
-        self._outgrown = []
 
     def validate(self) -> None:
         """Raises AssertionError if the pool disagrees with its places."""
@@ -122,12 +118,10 @@ class Supply:
             self._spawn(asyncio.to_thread(_close, arenas))
 
     def _may_create(self, nbytes: int) -> bool:
-        """Whether one more arena is allowed, in place of free ones that are too small: those are given up."""
-        self._outgrown += self.pool.outgrown(nbytes)
-        if self.pool.may_create():
+        """Whether one more arena is allowed, in place of free ones that are too small; else those go all the same."""
+        if self.pool.may_create(nbytes):
             return True
-        outgrown, self._outgrown = self._outgrown, []
-        self._free(outgrown)
+        self._free(self.pool.outgrown(nbytes))
         return False
 
     async def _look(self) -> None:
@@ -159,7 +153,7 @@ class Supply:
     async def _grow(self, size: int) -> bool:
         """Allocate one arena, or wait for the one being allocated. False if that failed (told)."""
         if self._growing is None:
-            self._growing = self._spawn(self._create(size))
+            self._growing = self._spawn(self._create(size, self.pool.outgrown(size)))
         growing = self._growing
         try:
             await asyncio.shield(growing)
@@ -167,11 +161,11 @@ class Supply:
             return False
         return True
 
-    async def _create(self, size: int) -> None:
+    async def _create(self, size: int, outgrown: list[Arena]) -> None:
         beyond = len(self.pool.arenas) >= self.minimum
         self.pool.creating += 1
         try:
-            self.pool.arenas.append(await self._allocated(size, RESERVE if beyond else 0.0))
+            self.pool.arenas.append(await self._allocated(size, RESERVE if beyond else 0.0, outgrown))
             self._told.clear()
         except WeightsError as e:
             self.problem = str(e)
@@ -184,12 +178,11 @@ class Supply:
             self.pool.creating -= 1
             self._growing = None
 
-    async def _allocated(self, size: int, reserve: float) -> Arena:
-        outgrown, self._outgrown = self._outgrown, []
+    async def _allocated(self, size: int, reserve: float, outgrown: list[Arena]) -> Arena:
         try:
             return await asyncio.to_thread(_replace, outgrown, size, reserve)
         except RuntimeError as e:
-            self._outgrown += outgrown
+            _close(outgrown)
             raise WeightsError(f"cannot allocate an arena of {size} bytes: {e}; let this user have more threads") from e
 
     def _tell(self, problem: str) -> None:
@@ -204,6 +197,7 @@ def _replace(outgrown: list[Arena], size: int, reserve: float) -> Arena:
     return Arena.create(size, reserve=reserve)
 
 
-def _close(arenas: Sequence[Arena]) -> None:
-    for arena in arenas:
-        arena.close()
+def _close(arenas: list[Arena]) -> None:
+    """None is left in the list, nor closed twice should another thread have begun with it."""
+    while arenas:
+        arenas.pop().close()

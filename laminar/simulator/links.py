@@ -335,7 +335,6 @@ class SimLink:
     ) -> AsyncGenerator[Piece, None]:
         assert self._found is not None
         total = self._found.layout.total_bytes
-        told = landed if self.tells_landed and landed is not None else lambda index: None
         missing = wanted.copy()
         arena.pins += 1
         process = self._transport.process
@@ -355,10 +354,10 @@ class SimLink:
                 if not self._transport.writes_itself:
                     land(content)
                 piece, _, data = content
-                # What threads receive, each of them whole, is not all of it.
-                for index in range(piece.first, piece.end):
-                    if index % 3:
-                        told(index)
+                if self.tells_landed and landed is not None:
+                    for index in range(piece.first, piece.end):
+                        if index % 3:  # the others are received by the loop, or by several turns of threads
+                            landed(index)
                 self.received += len(data)
                 missing.discard(piece)
                 yield piece

@@ -42,7 +42,7 @@ class RelayProcess:
     ) -> None:
         self.name = name
         options = ["--chunk-kib", str(way.chunk_kib), "--piece-kib", str(way.piece_kib), "--slow-ms", str(slow_ms)]
-        options += ["--streams", str(way.streams), *(["--retain", "2"] if way.differences else ["--whole"])]
+        options += ["--streams", str(way.streams), *(["--retain", "2"] if way.differences else [])]
         options += ["--bind", "0.0.0.0"] if address else []
         command = [*prefix, sys.executable, str(NODE), name, *options]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -24,6 +24,7 @@ SLOW_MS = 40.0
 """Of the master: its pieces take more than a second."""
 WAYS = {"small pieces": SMALL, "large pieces": LARGE, "differences": DIFFERENCES}
 VERSION = 2
+"""Of the case; the one before is what differences are to."""
 AWAY_S = 3.0
 """Longer than the silence that counts as death."""
 WHO = {

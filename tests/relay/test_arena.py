@@ -101,11 +101,12 @@ def test_the_pool_takes_the_smallest_that_fits_and_gives_up_what_is_too_small() 
     pool.arenas += [Arena.create(4 * SIZE), Arena.create(SIZE)]
     small = pool.take(SIZE)
     assert small is not None and small.capacity == SIZE
-    assert pool.take(8 * SIZE) is None and not pool.may_create()
+    assert pool.take(8 * SIZE) is None and not pool.may_create(4 * SIZE)
     assert pool.outgrown(4 * SIZE) == [], "the small one is in use"
     pool.release(small)
+    assert pool.may_create(8 * SIZE) and not pool.may_create(SIZE), "both free ones are too small and may go"
     outgrown = pool.outgrown(8 * SIZE)
-    assert small in outgrown and len(outgrown) == 2 and pool.arenas == [] and pool.may_create()
+    assert small in outgrown and len(outgrown) == 2 and pool.arenas == []
     for arena in outgrown:
         arena.close()
 

@@ -99,13 +99,17 @@ async def look(holdings: Holdings, memory: list[Scope]) -> None:
     holdings.supply.fit(memory)
 
 
+async def fill(holdings: Holdings, memory: list[Scope], versions: int) -> None:
+    for version in range(versions):
+        await publish(holdings, version, version)
+        await look(holdings, memory)
+
+
 async def test_claimed_versions_are_kept_while_memory_has_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = [PLENTY]
     holdings = await roomy(memory, monkeypatch)
     holdings.retain_versions(range(20))
-    for version in range(20):
-        await publish(holdings, version, version)
-        await look(holdings, memory)
+    await fill(holdings, memory, 20)
     assert held(holdings) == list(range(20)) and not holdings.errors
     holdings.retain_versions(())
     await look(holdings, memory)
@@ -121,9 +125,7 @@ async def test_claimed_versions_go_when_others_want_the_memory_and_the_next_vers
     memory = [PLENTY]
     holdings = await roomy(memory, monkeypatch)
     holdings.retain_versions(range(100))
-    for version in range(20):
-        await publish(holdings, version, version)
-        await look(holdings, memory)
+    await fill(holdings, memory, 20)
     mapped = sum(arena.capacity for arena in holdings.pool.arenas)
     memory[0] = Scope("this host", 100_000, 5_000 - 4 * SIZE, mapped)
     await look(holdings, memory)
@@ -147,9 +149,7 @@ async def test_memory_that_went_since_the_last_look_costs_a_claimed_version_and_
     memory = [PLENTY]
     holdings = await roomy(memory, monkeypatch)
     holdings.retain_versions(range(100))
-    for version in range(6):
-        await publish(holdings, version, version)
-        await look(holdings, memory)
+    await fill(holdings, memory, 6)
     monkeypatch.setattr(arenas_of, "available_bytes", lambda reserve=0.0: 0)
     for version in range(6, 12):
         await publish(holdings, version, version)
@@ -163,9 +163,7 @@ async def test_what_comes_in_takes_the_place_of_what_goes_for_want_of_memory(mon
     memory = [PLENTY]
     holdings = await roomy(memory, monkeypatch)
     holdings.retain_versions(range(100))
-    for version in range(6):
-        await publish(holdings, version, version)
-        await look(holdings, memory)
+    await fill(holdings, memory, 6)
     monkeypatch.setattr(arenas_of, "available_bytes", lambda reserve=0.0: 0)
     for arena in [a for a in holdings.pool.arenas if a.state is ArenaState.FREE]:
         arena.close()
